@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fp8rl.study import parallel
+from fp8rl.study import figures, parallel
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():  # read when triton is imported
@@ -43,6 +43,12 @@ def one_process(monkeypatch):
     """Starting processes takes longer than what they do; that they give the same numbers is tested
     elsewhere."""
     monkeypatch.setattr(parallel, "LocalProcesses", lambda *_: InThisProcess())
+
+
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """Drawing a picture takes longer than the short training that it shows."""
+    monkeypatch.setattr(figures, "png", lambda figure: b"")
 
 
 def pytest_collection_finish(session) -> None:

@@ -1,6 +1,7 @@
 """What several test files share: runs, rollouts, refusals, and processes."""
 
 import contextlib
+import csv
 import functools
 import itertools
 import multiprocessing
@@ -260,6 +261,19 @@ def random_rollout(seed: int, length: int, batch: int = 3, on_policy: bool = Fal
     )
     log_ratios = torch.zeros(length, batch).double() if on_policy else tensor(length, batch)
     return tensor(length + 1, batch), log_ratios, rollout
+
+
+def rows_of_csv(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def without_seconds(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file without the columns of seconds, which differ from run to run."""
+    return [
+        {name: text for name, text in row.items() if "seconds" not in name}
+        for row in rows_of_csv(path)
+    ]
 
 
 def figures(text: str) -> set[str]:

@@ -58,33 +58,24 @@ def test_a_checkpoint_is_a_run_s_config_and_state_which_saving_does_not_change(p
     assert equal(before, run.state_dict()) and equal(checkpoint.resume(path)[1], before)
     model, config = checkpoint.load(path)
     weights = torch.load(path, weights_only=True)["run"]["model"]  # which need no class of ours
-    assert (
-        config == run.config
-        and equal(model.state_dict(), dict(weights))
-        and equal(dict(weights), before["model"])
-    )
+    assert config == run.config
+    assert equal(model.state_dict(), dict(weights)) and equal(dict(weights), before["model"])
 
 
 def test_a_run_saved_before_the_clip_had_a_choice_goes_on_as_it_was(tmp_path):
-    config = small(steps=1024, eval_every=0, eval_episodes=1, collect_precision="fp8")
-    config = dataclasses.replace(config, clip_by="actor")
-    whole = trained(config)
+    config = small(steps=512, eval_every=0, eval_episodes=1, collect_precision="fp8")
     path = tmp_path / "checkpoint.pt"
-    checkpoint.save(path, after(1, build(config)))
+    checkpoint.save(path, build(config))
     content = torch.load(path, weights_only=True)
     del content["config"]["clip_by"]
     torch.save(content, path)
-    run = resumed(path)
-    assert run.config == config
-    assert_same(trained(run), whole)
+    assert checkpoint.resume(path)[0] == dataclasses.replace(config, clip_by="actor")
 
 
 FIELDS = [
     {"encoder": "gru", "hide_velocity": True},
-    {"env_id": "CartPole-v1"},
-    {"layers": 3, "hidden_size": 32},
+    {"env_id": "CartPole-v1", "layers": 3, "hidden_size": 32, "formats": "weights=e4m3"},
 ]
-FIELDS += [{"formats": "weights=e4m3"}]
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
@@ -102,11 +93,7 @@ def test_a_checkpoint_of_a_population_is_resumed_and_not_loaded(tmp_path):
     configs = [Config(**SHORT, seed=seed) for seed in range(2)]
     population = after(2, build_population(configs))
     checkpoint.save(tmp_path / "checkpoint.pt", population)
-    refused(
-        "checkpoint .* is of a population: read it with resume",
-        checkpoint.load,
-        tmp_path / "checkpoint.pt",
-    )
+    refused("checkpoint .* is of a population", checkpoint.load, tmp_path / "checkpoint.pt")
     found, state = checkpoint.resume(tmp_path / "checkpoint.pt")
     again = build_population(found)
     again.load_state_dict(state)
@@ -159,14 +146,12 @@ def with_config(**changes):
 OTHER = ActorCritic(hidden_size=32).state_dict() | {"actor.weight": torch.zeros(2, 5)}
 REFUSED = {  # what becomes of the file, and what the error names
     "cut short": (lambda path, _: os.truncate(path, 1000), "cannot be read"),
-    "empty": (lambda path, _: os.truncate(path, 0), "cannot be read"),
     "a pickle": (lambda path, _: path.write_bytes(pickle.dumps(Hostile(), 2)), "cannot be read"),
     "a pickle inside": (with_config(seed=Hostile()), "cannot be read"),
     "another program's": (
         lambda path, content: torch.save(content["run"]["model"], path),
         "is of format None, and this version of fp8rl reads 'fp8rl-10'",
     ),
-    "no dict": (lambda path, _: torch.save([1, 2], path), "is of format None"),
     "an older version's": (
         lambda path, content: torch.save({**content, "format": "fp8rl-3"}, path),
         "is of format 'fp8rl-3', and this version of fp8rl reads 'fp8rl-10'",
@@ -179,7 +164,6 @@ REFUSED = {  # what becomes of the file, and what the error names
     "of a wrong field": (with_config(gamma=7.0), ": gamma is 7.0"),
     "of a module": (with_config(env_id="payload:Foo-v0"), " has env_id 'payload:Foo-v0'"),
     "another network's": (with_part(model=OTHER), "does not fit this version's network"),
-    "without a network": (with_part(model={}), "does not fit this version's network"),
 }
 
 
@@ -215,11 +199,11 @@ def test_a_module_is_imported_where_the_file_is_trusted_or_it_is_imported_alread
     assert checkpoint.resume(path)[0].env_id == "fp8rl.tasks:fp8rl/Lqr-v0"
 
 
-@pytest.mark.parametrize("part", ["model", "optimizer", "env", "returns", "ring"])
-def test_a_state_that_does_not_fit_is_refused(part, path):
+def test_a_state_that_does_not_fit_is_refused(path):
     config, state = checkpoint.resume(path)
-    for wrong in ({}, {"x": torch.zeros(3)}):
-        refused("the state does not fit", build, config, state={**state, part: wrong})
+    for part in ("model", "optimizer", "env", "returns", "ring"):
+        for wrong in ({}, {"x": torch.zeros(3)}):
+            refused("the state does not fit", build, config, state={**state, part: wrong})
 
 
 def test_a_saved_run_continues_bit_for_bit_and_the_file_serves_again(path, run):

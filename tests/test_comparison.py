@@ -6,15 +6,12 @@ import math
 
 import numpy as np
 import pytest
-from helpers import SMALL, refused, small
+from helpers import refused, small
 
 from fp8rl.build import build_population
-from fp8rl.config import Config
 from fp8rl.history import History
 from fp8rl.study import comparison, parallel
 from fp8rl.train import train
-
-TINY = {"steps": 1_024, "eval_every": 512, "eval_episodes": 2} | SMALL
 
 
 def history_of(returns, failure=None) -> History:
@@ -28,15 +25,15 @@ def history_of(returns, failure=None) -> History:
 
 
 def result(arm, seed, final, failure="", train_return=np.nan):
-    row = {
+    return {
         "arm": arm,
         "seed": seed,
         "final_return": final,
         "train_return": train_return,
         "first_step_at_threshold": 512,
         "seconds_to_threshold": 0.1,
+        "failure": failure,
     }
-    return row | {"failure": failure}
 
 
 def rows_of(table: str) -> list[list[str]]:
@@ -44,9 +41,8 @@ def rows_of(table: str) -> list[list[str]]:
 
 
 def test_the_control_that_must_fail_fails_where_float32_learns():
-    arms = comparison.Comparison(("fp32",), seeds=2, controls=True).arms(
-        steps=10_240, eval_every=10_240, eval_episodes=10
-    )
+    study = comparison.Comparison(("fp32",), seeds=2, controls=True)
+    arms = study.arms(steps=10_240, eval_every=10_240, eval_episodes=10)
     plain, _, bad = arms.values()
     histories = train(build_population(plain + bad), progress=False).histories(plain + bad)
     returns = [history.final_return for history in histories]
@@ -72,28 +68,24 @@ def test_summary_by_hand():
         "failure": "",
     }
     row = comparison.summarize(config, history_of([100], "diverged"), arm="another")
-    assert np.isnan(row["train_return"])
-    assert (
-        np.isnan(row["first_step_at_threshold"])
-        and np.isnan(row["seconds_to_threshold"])
-        and row["arm"] == "another"
-    )
+    assert row["arm"] == "another"
+    for name in ("train_return", "first_step_at_threshold", "seconds_to_threshold"):
+        assert np.isnan(row[name])
     # Whatever the agent as it is would earn
     assert row["failure"] == "diverged" and row["final_return"] == -np.inf
 
 
 def test_stack_leaves_out_rows_without_a_value_and_runs_that_ended_early():
-    steps, values = comparison.stack(
-        [history_of([np.nan, 1, 2]), history_of([9]), history_of([np.nan, 3, 4])], "eval_return"
-    )
+    nan = np.nan
+    runs = [history_of(returns) for returns in ([nan, 1, 2], [9], [nan, 3, 4])]
+    steps, values = comparison.stack(runs, "eval_return")
     assert steps.tolist() == [1024, 1536] and values.tolist() == [[1, 2], [3, 4]]
 
 
 def test_scores_are_by_arm_and_in_order_of_seed():
     results = [result("b", 1, 30), result("a", 2, 7), result("b", 0, 20), result("a", 1, 9)]
-    assert {
-        arm: values.tolist() for arm, values in comparison.scores(results, "final_return").items()
-    } == {"b": [20, 30], "a": [9, 7]}
+    scores = comparison.scores(results, "final_return")
+    assert {arm: values.tolist() for arm, values in scores.items()} == {"b": [20, 30], "a": [9, 7]}
 
 
 def test_table_pairs_by_seed_and_judges():
@@ -104,26 +96,15 @@ def test_table_pairs_by_seed_and_judges():
     results += [result("c", seed, 194.9 + seed) for seed in range(5)]
     # 2 above in the middle, up to 4 in a resample
     results += [result("d", seed, 200) for seed in range(5)]
-    rows = rows_of(comparison.table(results, ["a", "b", "c", "d"]))[2:]
-    assert [row[0] for row in rows] == ["a", "b", "c", "d"] and [row[5] for row in rows] == [
-        "pass",
-        "pass",
-        "fail",
-        "fail",
-    ]
-    assert rows[0][1].startswith("198.00 [19") and rows[0][2:5] == ["196.00 (seed 0)", "5 of 5", ""]
-    assert (
-        rows[1][4] == "-1.00 [-1.00, -1.00]"
-        and rows[3][4].startswith("+2.00 [+")
-        and rows[2][2:4] == ["194.90 (seed 0)", "4 of 5"]
-    )
-    rows = rows_of(comparison.table(results, ["a", "b", "d"], threshold=197.5, margin=4))
-    verdicts = [(row[3], row[5]) for row in rows[2:]]
-    assert rows[0][3] == "seeds at 197.5" and verdicts == [
-        ("3 of 5", "fail"),
-        ("2 of 5", "fail"),
-        ("5 of 5", "pass"),
-    ]
+    a, b, c, d = rows_of(comparison.table(results, ["a", "b", "c", "d"]))[2:]
+    assert [row[5] for row in (a, b, c, d)] == ["pass", "pass", "fail", "fail"]
+    assert a[1].startswith("198.00 [19") and a[2:5] == ["196.00 (seed 0)", "5 of 5", ""]
+    assert b[4] == "-1.00 [-1.00, -1.00]" and d[4].startswith("+2.00 [+")
+    assert c[2:4] == ["194.90 (seed 0)", "4 of 5"]
+    header, _, *rows = rows_of(comparison.table(results, ["a", "b", "d"], 197.5, margin=4))
+    assert header[3] == "seeds at 197.5"
+    verdicts = [(row[3], row[5]) for row in rows]
+    assert verdicts == [("3 of 5", "fail"), ("2 of 5", "fail"), ("5 of 5", "pass")]
 
 
 def test_table_pairs_returns_while_training_too():
@@ -137,20 +118,15 @@ def test_table_pairs_returns_while_training_too():
 
 
 def test_table_judges_no_few_seeds_and_counts_those_that_failed():
-    results = [result(arm, seed, 196 + seed) for arm in "ab" for seed in range(4)] + [
-        result("a", 4, 196)
-    ]
-    results.append(result("b", 4, -np.inf, "diverged"))
-    few = rows_of(comparison.table([row for row in results if row["seed"] < 4], ["a", "b"]))[2:]
+    results = [result(arm, seed, 196 + seed) for arm in "ab" for seed in range(4)]
+    few = rows_of(comparison.table(results, ["a", "b"]))[2:]
     assert [(row[1], row[4], row[5]) for row in few] == [
         ("197.50", "", "fewer than 5 seeds"),
         ("197.50", "+0.00", "fewer than 5 seeds"),
     ]
-    both = rows_of(comparison.table(results, ["a", "b"]))[2:]
-    assert both[1][2:4] == ["-inf (seed 4)", "4 of 5, 1 failed"] and [row[5] for row in both] == [
-        "pass",
-        "fail",
-    ]
+    results += [result("a", 4, 196), result("b", 4, -np.inf, "diverged")]
+    a, b = rows_of(comparison.table(results, ["a", "b"]))[2:]
+    assert b[2:4] == ["-inf (seed 4)", "4 of 5, 1 failed"] and (a[5], b[5]) == ("pass", "fail")
 
 
 @pytest.mark.parametrize(
@@ -164,12 +140,8 @@ def test_results_are_ordered_and_complete():
     configs = [small(seed=seed, precision=name) for seed in (1, 0) for name in ("fp32", "bf16")]
     rows = [comparison.summarize(config, history_of([100])) for config in configs]
     read = list(csv.DictReader(io.StringIO(comparison.results_csv(rows))))
-    assert [(row["precision"], row["seed"]) for row in read] == [
-        ("bf16", "0"),
-        ("bf16", "1"),
-        ("fp32", "0"),
-        ("fp32", "1"),
-    ]
+    in_order = [(row["precision"], row["seed"]) for row in read]
+    assert in_order == [("bf16", "0"), ("bf16", "1"), ("fp32", "0"), ("fp32", "1")]
     assert list(read[0]) == list(rows[0])
 
 
@@ -191,37 +163,37 @@ def test_a_journal_gives_back_what_finished_and_forgets_half_a_line(tmp_path):
     assert len(journal.path.read_text().splitlines()) == 2
 
 
-def test_runs_of_an_older_study_are_not_taken_for_those_of_another_clip(tmp_path):
-    config = small(steps=512, collect_precision="bf16")
+def test_a_journal_of_an_older_study_has_its_curve_of_training_and_its_clip(tmp_path):
+    config = small(steps=1024, eval_episodes=2, collect_precision="bf16")
+    history = parallel.run(config)
     journal = comparison.Journal(tmp_path / "runs.jsonl")
-    journal.add("bf16", config, parallel.run(config))
+    journal.add("bf16", config, history)
     line = json.loads(journal.path.read_text())
     del line["config"]["clip_by"]
     journal.path.write_text(json.dumps(line) + "\n")
-    (found,) = comparison.Journal(journal.path).histories
-    assert found == dataclasses.replace(config, clip_by="actor")
+    ((again, kept),) = comparison.Journal(journal.path).histories.items()
+    assert again == dataclasses.replace(config, clip_by="actor")
+    steps, values = comparison.training_curve([kept])
+    assert steps.size and values[0, -1] == history.column("train_return")[-1]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [None, {"rows": []}, {"arm": []}, {"steps": "a"}]
-    + [{"eval_return": value} for value in (np.nan, np.inf, -np.inf)],
-)
+@pytest.mark.parametrize("change", [None, {"rows": []}, {"arm": []}, {"eval_return": np.nan}])
 def test_a_line_of_a_journal_that_is_no_run_is_named_and_the_rest_stays(change, tmp_path):
     journal = comparison.Journal(tmp_path / "runs.jsonl")
     for seed in range(3):
         journal.add("a", small(seed=seed), history_of([100]))
     lines = journal.path.read_text().splitlines(keepends=True)
-    found = json.loads(lines[1])
-    if change and change.keys() <= {"rows", "arm"}:
-        found |= change
-    elif change:
-        found["rows"][0] |= change
-    lines[1] = json.dumps(found if change else change) + "\n"
-    journal.path.write_text("".join(lines) + "half a li")
+    row = json.loads(lines[1])
+    if change and "eval_return" in change:
+        row["rows"][0] |= change
+    else:
+        row = change and row | change
+    lines[1] = json.dumps(row) + "\n"
+    damaged = "".join(lines) + "half a li"
+    journal.path.write_text(damaged)
     message = r".*runs\.jsonl, line 2 is no run of a study: delete that line"
     refused(message, comparison.Journal, journal.path)
-    assert journal.path.read_text() == "".join(lines) + "half a li"
+    assert journal.path.read_text() == damaged
     journal.path.write_text("".join(lines[::2]))
     assert len(comparison.Journal(journal.path).histories) == 2
 
@@ -251,13 +223,3 @@ def test_curves_of_training_take_the_last_value_where_no_episode_ended():
     assert values.tolist() == [[1, 1, 3], [5, 6, 6]]
     steps, values = comparison.training_curve([history_of([1, 2])])  # has no such column
     assert steps.shape == (0,) and values.shape == (1, 0)
-
-
-def test_a_journal_holds_what_a_curve_of_training_needs(tmp_path):
-    config = Config(**TINY)
-    history = parallel.run(config)
-    comparison.Journal(tmp_path / "runs.jsonl").add("a", config, history)
-    kept = comparison.Journal(tmp_path / "runs.jsonl").histories[config]
-    for found in comparison.training_curve([kept]):
-        assert found.size
-    assert kept.column("train_return")[-1] == history.column("train_return")[-1]

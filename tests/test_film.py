@@ -8,18 +8,17 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from helpers import bang_bang, refusal, run_cli, small
+from helpers import bang_bang, refusal, refused, run_cli, small
 from PIL import Image
 
 from fp8rl.build import build
 from fp8rl.disk import checkpoint
 from fp8rl.env import Cart
 from fp8rl.evaluate import evaluate, play, policy_of
-from fp8rl.study.film import film_episode, title_of
+from fp8rl.study.film import film_episode
 from fp8rl.tasks.custom_env import Single
 from fp8rl.tasks.drawing import picture_of_cart
 from fp8rl.tasks.gymnasium_env import GymEnv, require_renderable
-from fp8rl.tasks.lqr import Lqr
 
 
 class Screen(gymnasium.Env):
@@ -103,12 +102,10 @@ def test_gymnasium_renders_carts_alone():
     silent = Single("CartPole-v1")
     silent.reset(seed=0)
     assert silent.render() is None
-    with pytest.raises(ValueError, match=r"CartPole cannot be drawn: leave it out"):
-        Single("CartPole-v1", render_mode="rgb_array")
+    refused(".*CartPole cannot be drawn", Single, "CartPole-v1", render_mode="rgb_array")
 
 
-@pytest.mark.parametrize("encoder", ["mlp", "gru"])
-@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize(("greedy", "encoder"), [(True, "mlp"), (False, "gru")])
 def test_a_film_shows_the_episode_that_an_evaluation_plays(greedy, encoder, monkeypatch):
     monkeypatch.setattr(Cart, "max_steps", 30)  # it is drawn step by step
     model = build(small(encoder=encoder, seed=3)).model
@@ -141,11 +138,6 @@ def test_a_long_episode_shows_every_second_step(monkeypatch):
     assert film.steps == 30 and found.n_frames == 16 and found.info["duration"] == 80
 
 
-def test_titles_tell_step_and_return():
-    assert title_of(Cart(1), 7, 6.216) == "step 7, return 6.22"
-    assert title_of(Lqr(1), 7, -0.5) == "step 7, discounted return -0.50"
-
-
 def test_gymnasium_s_environments_are_filmed_below_a_title():
     env_id = "fp8rl-films/Screen-v0"
     assert require_renderable(env_id) == 10
@@ -167,13 +159,15 @@ def test_gymnasium_s_environments_are_filmed_below_a_title():
         ("Flat", r"its picture is float64\[3\]"),
     ],
 )
-def test_what_gymnasium_cannot_render_is_refused_with_its_reason(name, reason, tmp_path, capsys):
+def test_what_gymnasium_cannot_render_is_refused_with_its_reason(name, reason):
     env_id = f"fp8rl-films/{name}-v0"
-    with pytest.raises(ValueError, match=rf"^env_id is '{env_id}', .*rendered \({reason}\): leave"):
-        require_renderable(env_id)
-    run = saved(tmp_path, env_id=env_id)
-    said = refusal(capsys, "eval", run, "--film", tmp_path / "a.gif", "--episodes", 2)
-    assert said.startswith(f"env_id is '{env_id}', which cannot be rendered (")
+    refused(rf"env_id is '{env_id}', .*rendered \({reason}\)", require_renderable, env_id)
+
+
+def test_a_task_that_gymnasium_does_not_have_is_refused(tmp_path, capsys):
+    run = saved(tmp_path, env_id="test_cli:Narrow")
+    said = refusal(capsys, "eval", run, "--film", tmp_path / "a.gif", "--trust")
+    assert said.startswith("env_id is 'test_cli:Narrow', which cannot be rendered (")
     assert not (tmp_path / "a.gif").exists()
 
 
@@ -187,10 +181,7 @@ def test_eval_writes_a_film_and_does_not_replace_one_unasked(tmp_path, capsys, m
     assert said.startswith("mean return ") and f"\n{name} shows an episode of " in said
     assert f"{film.n_frames - 1} steps" in said
     before = name.read_bytes()
-    said = refusal(capsys, "eval", run, "--film", name)
-    assert (
-        said == f"film is {name}, which exists: use another name, or add --overwrite to replace it"
-    )
+    assert "which exists" in refusal(capsys, "eval", run, "--film", name)
     assert name.read_bytes() == before
     run_cli("eval", run, "--film", name, "--episodes", 2, "--overwrite", "--seed", 1, "--json")
     assert json.loads(capsys.readouterr().out)["film"] == str(name)
@@ -216,9 +207,9 @@ def test_names_that_cannot_be_a_film_are_refused(tmp_path, capsys, monkeypatch):
     assert said.startswith(f"film is {under_a_file} and cannot be written (")
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "fp8rl/Lqr-v0"])
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "fp8rl/Lqr-v0"])
 def test_tasks_of_the_package_are_drawn_by_gymnasium(env_id, tmp_path, capsys, monkeypatch):
-    if env_id != "fp8rl/Lqr-v0":
+    if env_id == "CartPole-v1":
         pytest.importorskip("pygame")
     monkeypatch.setattr("fp8rl.study.film.MOST_FRAMES", 10)
     run = saved(tmp_path, env_id=env_id)
@@ -227,15 +218,6 @@ def test_tasks_of_the_package_are_drawn_by_gymnasium(env_id, tmp_path, capsys, m
     assert len(frames_of((tmp_path / "a.gif").read_bytes())) > 1
 
 
-def test_a_package_that_gymnasium_needs_to_draw_is_named(tmp_path, capsys, monkeypatch):
+def test_a_package_that_gymnasium_needs_to_draw_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pygame", None)
-    run = saved(tmp_path, env_id="CartPole-v1")
-    said = refusal(capsys, "eval", run, "--film", tmp_path / "a.gif")
-    assert said.startswith("env_id is 'CartPole-v1', which cannot be rendered (pygame is not ")
-    assert "gymnasium[classic" in said
-
-
-def test_a_task_that_gymnasium_does_not_have_is_refused(tmp_path, capsys):
-    run = saved(tmp_path, env_id="test_cli:Narrow")
-    said = refusal(capsys, "eval", run, "--film", tmp_path / "a.gif", "--trust")
-    assert said.startswith("env_id is 'test_cli:Narrow', which cannot be rendered (")
+    refused("env_id is 'CartPole-v1', .*gymnasium.classic", require_renderable, "CartPole-v1")

@@ -1,129 +1,28 @@
 import itertools
 import json
 import os
-import shutil
 
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    PATIENCE,
-    SERVER,
-    WIDE,
-    coded,
-    forked,
-    noise,
-    refused,
-    ring_of,
-    same,
-)
-from hypothesis import given
-from hypothesis import strategies as st
+from helpers import PATIENCE, SERVER, WIDE, coded, forked, noise, refused, ring_of, same
 
 from fp8rl.disk.mapped_ring import MappedRing
 from fp8rl.replay.observation_codec import CODECS
-from fp8rl.replay.ring import ReplayBuffer, ring_bytes
-from fp8rl.rollout import DUMMY, Rollout
-
-
-class PlainRing(ReplayBuffer):
-    """The slow twin: reads row after row."""
-
-    def _gather(self, name, index):
-        field = self.fields[name]
-        entries = [field[i // self.rows, i % self.rows] for i in index.flatten().tolist()]
-        return torch.stack(entries).unflatten(0, index.shape)
-
-
-@given(
-    rows=st.integers(2, 20),
-    num_envs=st.integers(1, 3),
-    lengths=st.lists(st.integers(1, 19), min_size=1, max_size=8),
-    length=st.integers(1, 19),
-    codec=st.sampled_from(CODECS),
-    seed=st.integers(0, 1000),
-)
-def test_a_stored_ring_samples_what_the_plain_one_does(
-    rows, num_envs, lengths, length, codec, seed
-):
-    plain, stored, clock = (
-        PlainRing(rows, num_envs, WIDE, codec),
-        ring_of(rows, num_envs, WIDE, codec),
-        0,
-    )
-    for n in (min(n, rows - 1) for n in lengths):
-        for ring in (plain, stored):
-            ring.append(coded(clock, n, num_envs))
-        clock += n
-    length = min(length, plain.size)
-    assert same(plain.sample(50, length, seed), stored.sample(50, length, seed))
-    assert (plain.start, plain.count, plain.size) == (stored.start, stored.count, stored.size)
-    assert torch.equal(plain.clipped, stored.clipped)
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_large_ring_samples_what_the_plain_one_does(codec):
-    rows, num_envs = 4000, 300
-    plain, stored = PlainRing(rows, num_envs, codec=codec), ring_of(rows, num_envs, codec=codec)
-    for start in (0, 2500):  # around the end
-        rollout = some(start, 2500, num_envs)
-        plain.append(rollout)
-        stored.append(rollout)
-    one, other = (ring.sample(200, 40) for ring in (plain, stored))
-    assert plain.count > rows and same(one, other)
-
-
-def some(seed: int, length: int, num_envs: int) -> Rollout:
-    generator = torch.Generator().manual_seed(seed)
-    obs = torch.rand(length + 1, num_envs, 2, generator=generator)
-    return Rollout(
-        obs, (obs[1:, :, 0] > 0.5).long(), obs[1:, :, 0], (4 * obs[1:, :, 1]).byte(), -obs[1:, :, 1]
-    )
-
-
-# The largest error of a position and of a velocity below 1.
-HALF_STEPS = {
-    "fp32": (0, 0),
-    "fp16": (2**-12,) * 2,
-    "bf16": (2**-9,) * 2,
-    "int8": (4 / 254, 1.9 / 254),
-    "fp8": (2**-5,) * 2,
-}
-
-
-@given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
-    codec=st.sampled_from(CODECS),
-    seed=st.integers(0, 1000),
-)
-def test_every_codec_gives_the_plain_ones_slices(lengths, codec, seed):
-    plain, ring, clock = ReplayBuffer(10, 2), ring_of(10, 2, codec=codec), 0
-    for n in lengths:
-        plain.append(noise(clock, n, 2))
-        ring.append(noise(clock, n, 2))
-        clock += n
-    length = min(3, plain.size)
-    ours = ring.sample(20, length, seed)
-    theirs = plain.sample(20, length, seed)
-    assert same(ours._replace(obs=theirs.obs), theirs)
-    assert ((ours.obs - theirs.obs).abs() <= torch.tensor(HALF_STEPS[codec]) + 1e-7).all()
-
+from fp8rl.replay.ring import ring_bytes
+from fp8rl.rollout import Rollout
 
 WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}  # bytes of a feature
 
 
 def test_predicted_bytes_are_the_measured_ones(tmp_path):
-    for i, (codec, features) in enumerate(itertools.product(CODECS, (2, 64))):
-        by_hand = 25 * 16 * (features * WIDTHS[codec] + 10)
-        for folder in (None, tmp_path / str(i)):
-            ring = ring_of(25, 16, ([-1.0] * features, [1.0] * features), codec, folder=folder)
-            assert ring_bytes(25, 16, features, codec) == ring.nbytes == by_hand
-            ring.append(noise(0, 24, 16, features))
+    for codec, width in WIDTHS.items():
+        by_hand = 25 * 16 * (3 * width + 10)
+        for folder in (None, tmp_path / codec):
+            ring = ring_of(25, 16, ([-1.0] * 3, [1.0] * 3), codec, folder=folder)
+            assert ring_bytes(25, 16, 3, codec) == ring.nbytes == by_hand
+            ring.append(noise(0, 24, 16, 3))
             assert ring.nbytes == by_hand
-    assert (
-        ring_bytes(1, 1) == 18
-        and ring_bytes(1, 1, codec="int8") == ring_bytes(1, 1, codec="fp8") == 12
-    )
 
 
 def test_a_ring_in_memory_is_saved_and_one_in_a_folder_is_its_own_copy(tmp_path):
@@ -135,23 +34,6 @@ def test_a_ring_in_memory_is_saved_and_one_in_a_folder_is_its_own_copy(tmp_path)
     assert folder.sample(1, 9).obs[:, 0, 0].tolist() == list(range(10))
 
 
-def test_a_seam_is_a_dummy_row_between_two_sources():
-    ring = ring_of(20, 2, WIDE)
-    ring.append(coded(0, 5, 2))
-    ring.new_episodes = True
-    ring.append(coded(100, 5, 2))
-    assert not ring.new_episodes
-    assert ring.size == 11
-    batch = ring.sample(1, 11)
-    assert batch.obs[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 100, 101, 102, 103, 104, 105]
-    assert batch.flags[5, 0] == DUMMY and batch.reward[5, 0] == 0
-
-
-def test_settings_that_cannot_be_are_refused():
-    for function in (ring_of, ring_bytes):
-        refused("codec is ", function, 10, 2, codec="fp4")
-
-
 def poisoned(name: str) -> Rollout:
     rollout = coded(8, 4, 2)
     getattr(rollout, name)[(2, 1, 1) if name == "obs" else (2, 1)] = torch.nan
@@ -161,7 +43,6 @@ def poisoned(name: str) -> Rollout:
 GOOD = coded(8, 4, 2)
 MISFITS = [  # field, rollout
     ("obs", coded(8, 4, 1)),
-    ("obs", coded(8, 4, 3)),
     ("obs", noise(8, 4, 2, 3)),
     ("obs", GOOD._replace(obs=torch.zeros(4, 2, 2))),
     ("reward", GOOD._replace(reward=torch.zeros(3, 2))),
@@ -215,17 +96,16 @@ def test_reopened_to_read_it_never_changes(tmp_path):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("how", ["open", "same settings"])
-def test_reopened_to_go_on_it_puts_a_seam(tmp_path, how):
+def test_reopened_to_go_on_it_puts_a_seam(tmp_path):
     folder, ring = folder_of(tmp_path)
     del ring
-    ring = (
-        MappedRing.open(folder, writable=True)
-        if how == "open"
-        else ring_of(10, 2, WIDE, folder=folder)
-    )
+    ring = MappedRing.open(folder, writable=True)
     ring.append(coded(500, 3, 2))
     assert ring.sample(1, 9).obs[:, 0, 0].tolist() == [9, 10, 11, 12, 13, 14, 500, 501, 502, 503]
+    del ring
+    ring = ring_of(10, 2, WIDE, folder=folder)  # of the same settings
+    ring.append(coded(700, 3, 2))
+    assert ring.sample(1, 6).obs[:, 0, 0].tolist() == [501, 502, 503, 700, 701, 702, 703]
 
 
 def test_a_folder_has_one_writer(tmp_path):
@@ -244,12 +124,10 @@ def edit(folder, **changes):
 DAMAGES = [  # what is damaged, how, and the error
     ("obs.bin", lambda folder: os.truncate(folder / "obs.bin", 159), ValueError),
     ("obs.bin", lambda folder: edit(folder, rows=11), ValueError),
-    ("reward.bin", lambda folder: os.truncate(folder / "reward.bin", 0), ValueError),
     ("No such file", lambda folder: (folder / "reward.bin").unlink(), OSError),
     ("ring.json", lambda folder: os.truncate(folder / "ring.json", 20), ValueError),
     ("format", lambda folder: edit(folder, format="fp8rl-ring-2"), ValueError),
     ("no complete ring", lambda folder: (folder / "ring.json").unlink(), OSError),
-    ("no complete ring", lambda folder: shutil.rmtree(folder), OSError),
 ]
 
 
@@ -264,13 +142,12 @@ def test_a_damaged_folder_is_refused(what, damage, error, tmp_path):
 OTHERS = {"rows": 11, "num_envs": 3, "codec": "int8", "bounds": ((-9.0, -9.0), (9.0, 9.0))}
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_folder_of_another_config_is_refused(name, tmp_path):
+def test_a_folder_of_another_config_is_refused(tmp_path):
     folder, ring = folder_of(tmp_path)
     ring.close()
-    settings = {"rows": 10, "num_envs": 2, "bounds": WIDE, "folder": folder}
-    settings[name] = OTHERS[name]
-    refused("memmap is .*, whose ring has ", ring_of, **settings)
+    for name, value in OTHERS.items():
+        settings = {"rows": 10, "num_envs": 2, "bounds": WIDE, "folder": folder} | {name: value}
+        refused("memmap is .*, whose ring has ", ring_of, **settings)
     assert MappedRing.open(folder).size == 9
 
 
@@ -313,7 +190,7 @@ def write_forever(folder, ready) -> None:
 
 @pytest.mark.xdist_group("forked")
 def test_a_killed_writer_leaves_whole_rows(tmp_path):
-    for i, delay in enumerate(np.random.default_rng(0).uniform(0, 0.05, 8)):
+    for i, delay in enumerate(np.random.default_rng(0).uniform(0, 0.05, 4)):
         folder, ready = tmp_path / str(i), SERVER.Event()
         process = forked(write_forever, folder, ready)
         assert ready.wait(PATIENCE)

@@ -52,21 +52,6 @@ def test_starts_are_uniform_over_all_valid_ones(length):
     assert statistic < freedom + 4 * np.sqrt(2 * freedom)
 
 
-def test_sample_gives_what_the_loss_takes():
-    ring = ReplayBuffer(10, 2)
-    ring.append(coded(0, 5, 2))
-    batch = ring.sample(8, 3)
-    assert [tuple(x.shape) for x in batch[:5]] == [(4, 8, 2), (3, 8), (3, 8), (3, 8), (3, 8)]
-    assert [x.dtype for x in batch[:5]] == [
-        torch.float32,
-        torch.int64,
-        torch.float32,
-        torch.uint8,
-        torch.float32,
-    ]
-    assert batch.state is None
-
-
 def test_samples_are_copies(tmp_path):
     for ring in (
         ReplayBuffer(10, 2),
@@ -93,11 +78,6 @@ def test_a_ring_is_saved_and_restored():
         assert (again.start, again.count) == (ring.start, ring.count)
         one, other = (each.sample(20, 3) for each in (ring, again))
         assert same(one, other)
-
-
-def test_rows_of_another_codec_are_refused():
-    state = ring_of(8, 2, WIDE, "fp16").state_dict()
-    refused("obs is ", check_ring, ring_of(8, 2, WIDE, "bf16"), state)
 
 
 def test_rows_and_transitions_are_counted_apart(tmp_path):
@@ -139,27 +119,28 @@ def test_proximal_log_probabilities_are_stored_where_the_ring_has_them(tmp_path)
 def test_what_cannot_be_is_refused():
     refused("rows is 1: use at least 2", ReplayBuffer, 1, 2)
     refused("num_envs is 0: use at least 1", ReplayBuffer, 10, 0)
-    refused(
-        "replay cannot be allocated on cpu: lower capacity",
-        ReplayBuffer,
-        10**16,
-        1,
-        error=MemoryError,
-    )
+    refused("replay cannot be .*: lower capacity", ReplayBuffer, 10**16, 1, error=MemoryError)
+    for function in (ring_of, ring_bytes):
+        refused("codec is ", function, 10, 2, codec="fp4")
+    state = ring_of(8, 2, WIDE, "fp16").state_dict()
+    refused("obs is ", check_ring, ring_of(8, 2, WIDE, "bf16"), state)
     ring = ReplayBuffer(10, 2)
     refused("rollout of 10 rows", ring.append, coded(0, 10, 2))
     ring.append(coded(0, 4, 2))
     refused("slice length is 5 but only 4 rows are stored", ring.sample, 1, 5)
-    for slices, length in ((0, 1), (1, 0), (-1, 1), (1, -1)):
-        refused(
-            f"slices is {slices} and length {length}: use at least 1 of each",
-            ring.sample,
-            slices,
-            length,
-        )
+    for slices, length in ((0, 1), (1, 0)):
+        refused(f"slices is {slices} and length {length}", ring.sample, slices, length)
 
 
-@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "fp8"])
+LARGEST = {
+    "int8": 2.0,
+    "fp8": 448 * 2**-7,
+    "fp16": 65504,
+    "bf16": torch.finfo(torch.bfloat16).max,
+}
+
+
+@pytest.mark.parametrize("codec", LARGEST)
 def test_values_out_of_range_are_counted_and_clipped(codec):
     ring = ring_of(10, 1, ((-4.0, -2.0), (4.0, 2.0)), codec=codec)
     rollout = noise(0, 4, 1)
@@ -168,24 +149,11 @@ def test_values_out_of_range_are_counted_and_clipped(codec):
     rollout.obs[0, 0, 0] = rollout.obs[4, 0, 0] = far
     ring.append(rollout)
     assert ring.clipped.tolist() == [2, 2]
-    ring.append(
-        rollout._replace(
-            obs=torch.cat(
-                (rollout.obs[4:], rollout.obs[1:4].clamp(-1, 1), rollout.obs[1:2].clamp(-1, 1))
-            )
-        )
-    )
+    again = (rollout.obs[4:], rollout.obs[1:4].clamp(-1, 1), rollout.obs[1:2].clamp(-1, 1))
+    ring.append(rollout._replace(obs=torch.cat(again)))
     assert ring.clipped.tolist() == [2, 2]  # the observation between two rollouts counts once
-    largest = {
-        "int8": 2.0,
-        "fp8": 448 * 2**-7,
-        "fp16": 65504,
-        "bf16": torch.finfo(torch.bfloat16).max,
-    }[codec]
     obs = ring.sample(1, 8).obs[:, 0, 1]
-    assert obs[1] == pytest.approx(largest, rel=1e-6) and obs[2] == pytest.approx(
-        -largest, rel=1e-6
-    )
+    assert obs[1] == pytest.approx(LARGEST[codec], rel=1e-6) and obs[2] == -obs[1]
 
 
 def test_a_state_holds_nothing_that_was_never_written(monkeypatch):

@@ -23,7 +23,7 @@ from fp8rl.replay.layouts import (
 )
 from fp8rl.replay.observation_codec import CODECS
 from fp8rl.replay.ring import ring_bytes
-from fp8rl.rollout import DUMMY, TRUNCATED, Collector, Rollout
+from fp8rl.rollout import DUMMY, Collector, Rollout
 
 
 def played(num_envs: int, length: int, max_steps: int = 7) -> Rollout:
@@ -65,34 +65,17 @@ def test_transitions_are_those_of_a_rollout_without_its_dummy_rows():
         assert transitions.reward[row] == reward
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", ["fp32", "fp8"])
 def test_full_gives_back_what_the_compact_ring_does(codec):
     rollout = played(num_envs=1, length=100)
     ring = ring_of(101, 1, codec=codec)
     ring.append(rollout)
     compact = transitions_of(ring.sample(1, 100))
     layout = FullLayout(100, codec=codec)
-    layout.append(transitions_of(rollout))
-    full = everything(layout)
+    full = stored(layout, transitions_of(rollout))
     for one, other in zip(compact, full, strict=True):
         assert torch.equal(one, other) and one.dtype == other.dtype
     assert compact.flags.any() and not compact.next_obs.isnan().any()
-
-
-@given(st.integers(0, 1000), st.sampled_from(CODECS), st.sampled_from(["fp8", "int8", "bf16"]))
-def test_delta_rounds_only_the_difference(seed, codec, difference):
-    transitions = transitions_of(noise(seed, 9, 2))
-    layout = DeltaLayout(30, codec=codec, difference=difference)
-    back = stored(layout, transitions)
-    assert torch.equal(back.obs, layout.codec.decode(layout.codec.encode(transitions.obs)))
-    change = transitions.next_obs - back.obs
-    largest = torch.tensor([8.0, 3.8])  # high - low
-    allowed = {
-        "fp8": torch.maximum(change.abs(), 2**-14 * largest) * 2**-4,
-        "int8": largest / 254,
-        "bf16": change.abs() * 2**-8,
-    }[difference]
-    assert ((back.next_obs - transitions.next_obs).abs() <= allowed * (1 + 1e-5) + 1e-6).all()
 
 
 NO_BOUNDS = (-torch.inf,), (torch.inf,)
@@ -103,15 +86,6 @@ def steps(*pairs: tuple[float, float]) -> Transitions:
     obs, next_obs = torch.tensor(pairs, dtype=torch.float32).unsqueeze(-1).unbind(1)
     zeros = torch.zeros(len(pairs))
     return Transitions(obs, zeros.long(), zeros, zeros.byte(), zeros, next_obs)
-
-
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "fp16", "fp8", "e5m2"])
-def test_delta_holds_small_and_large_steps_of_a_feature_without_bounds(codec):
-    layout = DeltaLayout(10, NO_BOUNDS, codec)
-    transitions = steps((0, 1000), (0, 0.0009), (0, -70_000), (0, 1e30), (0, 1e-30))
-    next_obs = stored(layout, transitions).next_obs
-    torch.testing.assert_close(next_obs, transitions.next_obs, rtol=2**-8, atol=0)
-    assert layout.clipped.tolist() == [0] and layout.lost.tolist() == [0]
 
 
 def test_differences_have_one_byte_only_where_every_feature_has_bounds():
@@ -138,8 +112,7 @@ def test_delta_counts_and_says_what_its_differences_do_not_hold():
     )
     layout = DeltaLayout(10, bounds)
     said = (
-        "difference fp8 does not hold every difference: of feature 0, 1 of 3 are too large "
-        r"and clipped, 0 too small and lost \(use difference='bf16', or the full layout\)"
+        "difference fp8 .*: of feature 0, 1 of 3 are .* clipped, 0 .* lost .use difference='bf16'"
     )
     with pytest.warns(UserWarning, match=said) as caught:
         layout.append(transitions)
@@ -183,6 +156,8 @@ def test_delta_keeps_its_promise_or_counts(pairs, bound, codec):
     transitions = steps(*pairs)
     layout = DeltaLayout(10, ((-bound,), (bound,)), codec)
     back = stored(layout, transitions)
+    # Only the difference is rounded, beyond what the codec does to the observation.
+    assert torch.equal(back.obs, layout.codec.decode(layout.codec.encode(transitions.obs)))
     error = (back.next_obs.double() - transitions.next_obs).abs()
     difference = (transitions.next_obs.double() - back.obs).abs()
     relative, of_span = PROMISE[layout.difference.name]
@@ -194,32 +169,6 @@ def test_delta_keeps_its_promise_or_counts(pairs, bound, codec):
     assert broken <= layout.clipped.item()
     stored_as_0 = layout.difference.decode(layout.fields["difference"][: len(pairs)]) == 0
     assert layout.lost.item() == int((stored_as_0 & (transitions.next_obs != back.obs)).sum())
-
-
-def test_errors_of_differences_do_not_add_up_along_an_episode():
-    generator = torch.Generator().manual_seed(0)
-    walk = torch.randn(5_000, 1, generator=generator).cumsum(0)
-    zeros = torch.zeros(4_999)
-    transitions = Transitions(walk[:-1], zeros.long(), zeros, zeros.byte(), zeros, walk[1:])
-    for bounds, relative in ((NO_BOUNDS, 2**-8), (((-1000.0,), (1000.0,)), 2**-4)):
-        layout = DeltaLayout(5_000, bounds)
-        error = (stored(layout, transitions).next_obs - walk[1:]).abs()
-        change = (walk[1:] - walk[:-1]).abs()
-        assert (error <= relative * change + 2000 * 2**-17).all()
-        assert error[-1_000:].mean() < 1.5 * error[:1_000].mean()
-
-
-def test_a_difference_never_leads_over_a_reset():
-    """The final observation is far from the first one of the next episode."""
-    flags = torch.tensor([0, TRUNCATED, DUMMY, 0]).byte().unsqueeze(-1)
-    obs = torch.tensor([0.0, 300.0, 600.0, -500.0, -200.0]).view(5, 1, 1)
-    zeros = torch.zeros(4, 1)
-    layout = DeltaLayout(4, NO_BOUNDS)
-    layout.append(transitions_of(Rollout(obs, zeros.long(), zeros, flags, zeros)))
-    assert layout.size == 3
-    next_obs = everything(layout).next_obs.flatten()
-    expected = torch.tensor([300.0, 600.0, -200.0])
-    assert ((next_obs - expected).abs() <= 300 * 2**-8).all()
 
 
 def test_integer_features_do_not_wrap_around():
@@ -249,10 +198,9 @@ def test_an_infinite_observation_has_no_difference():
         assert stored(full, steps(pair)).next_obs.item() == pair[1]
 
 
-@pytest.mark.parametrize("layout", STORES)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8))
-def test_a_ring_keeps_the_newest_transitions(layout, lengths):
-    store = STORES[layout](10, WIDE)
+def test_a_ring_keeps_the_newest_transitions(lengths):
+    store = DeltaLayout(10, WIDE)
     start = 0
     for length in lengths:
         rollout = coded(start, length, 1)
@@ -261,26 +209,6 @@ def test_a_ring_keeps_the_newest_transitions(layout, lengths):
     assert store.size == min(start, 10)
     times = everything(store).obs[:, 0].sort().values
     assert times.tolist() == list(range(start - store.size, start))
-
-
-@pytest.mark.parametrize("layout", STORES)
-def test_continuous_actions_are_kept(layout):
-    transitions = transitions_of(noise(0, 8, 1))._replace(action=torch.rand(8, 3))
-    store = STORES[layout](8, action_size=3)
-    store.append(transitions)
-    assert torch.equal(everything(store).action, transitions.action)
-
-
-def test_predicted_bytes_are_the_measured_ones():
-    for layout, codec, features, action_size in itertools.product(STORES, CODECS, (2, 64), (0, 3)):
-        store = STORES[layout](
-            400, ([-1.0] * features, [1.0] * features), codec, action_size=action_size
-        )
-        assert store.nbytes == layout_bytes(layout, 400, features, codec, action_size)
-    for codec, action_size in itertools.product(CODECS, (0, 3)):
-        assert layout_bytes("compact", 400, 64, codec, action_size) == ring_bytes(
-            25, 16, 64, codec, action_size
-        )
 
 
 # Bytes of a transition with two features, by hand: 10, and 2 for each byte of a feature and of what
@@ -292,32 +220,28 @@ BYTES = {
 }
 
 
-def test_bytes_of_a_transition_by_hand():
-    assert {
+def test_predicted_bytes_are_the_measured_ones_and_those_by_hand():
+    one = {
         layout: {codec: layout_bytes(layout, 1, 2, codec) for codec in CODECS} for layout in LAYOUTS
-    } == BYTES
+    }
+    assert one == BYTES
+    for codec, (layout, kind) in itertools.product(CODECS, STORES.items()):
+        store = kind(400, ([-1.0] * 64, [1.0] * 64), codec, action_size=3)
+        assert store.nbytes == layout_bytes(layout, 400, 64, codec, 3)
+        actions = torch.rand(8, 3)
+        transitions = transitions_of(noise(0, 8, 1, 64))._replace(action=actions)
+        assert torch.equal(stored(store, transitions).action[:8], actions)
+    assert layout_bytes("compact", 400, 64, "fp8", 3) == ring_bytes(25, 16, 64, "fp8", 3)
 
 
 def test_what_cannot_be_is_refused():
-    refused("layout is 'rows': choose from compact, full, delta", layout_bytes, "rows", 1)
-    refused("codec is 'fp4': choose from", layout_bytes, "delta", 1, codec="fp4")
-    no_bounds = ([-torch.inf], [torch.inf])
-    refused(
-        "codec is 'int8' and feature 0 has bounds", DeltaLayout, 10, no_bounds, difference="int8"
-    )
-    DeltaLayout(10, no_bounds)
+    refused("layout is 'rows'", layout_bytes, "rows", 1)
+    refused("codec is 'fp4'", layout_bytes, "delta", 1, codec="fp4")
+    refused("codec is 'int8' and feature 0", DeltaLayout, 10, NO_BOUNDS, difference="int8")
     for store in STORES.values():
         refused("capacity is 0: use at least 1", store, 0)
         layout, transitions = store(10, STATE_BOUNDS), transitions_of(noise(0, 4, 1))
-        refused(
-            "transitions are 11: a ring of 10 takes at most that many",
-            layout.append,
-            transitions_of(noise(0, 11, 1)),
-        )
+        refused("transitions are 11", layout.append, transitions_of(noise(0, 11, 1)))
         transitions.next_obs[2, 1] = torch.nan
-        refused(
-            "next_obs is NaN: fix its source or leave out those transitions",
-            layout.append,
-            transitions,
-        )
+        refused("next_obs is NaN", layout.append, transitions)
         assert layout.size == 0

@@ -1,5 +1,4 @@
 import pytest
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fp8rl.build import Machine
@@ -17,19 +16,16 @@ def test_what_is_left_open_is_taken_as_it_is_fastest(monkeypatch):
     monkeypatch.setattr(throughput, "bench_loop", measured)
     monkeypatch.setattr(throughput, "available_precisions", lambda device: ["fp32", "bf16", "fp16"])
     monkeypatch.setattr(throughput, "is_emulated", lambda name, device: name == "fp16")
-    assert throughput.Loop(16, 4).fastest(Machine()).precision == "bf16" and asked == [
-        "fp32",
-        "bf16",
-    ]
+    assert throughput.Loop(16, 4).fastest(Machine()).precision == "bf16"
+    assert asked == ["fp32", "bf16"]
     assert throughput.Loop(16, 4, "fp32").fastest(Machine()).precision == "fp32" and len(asked) == 2
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_loop_is_measured_against_its_matmuls(precision, monkeypatch):
+def test_the_loop_is_measured_against_its_matmuls(monkeypatch):
     monkeypatch.setattr(throughput, "seconds_of", lambda steps, *_: dict.fromkeys(steps, 1e-6))
-    config = throughput.Loop(16, 4, precision).config()
+    config = throughput.Loop(16, 4, "bf16").config()
     result = throughput.bench_loop(config, Machine(), seconds=0.05, rounds=2)
-    assert (result["num_envs"], result["rollout_length"], result["precision"]) == (16, 4, precision)
+    assert (result["num_envs"], result["rollout_length"], result["precision"]) == (16, 4, "bf16")
     iterations_per_second = result["train_steps_per_second"] / config.steps_per_iteration
     assert iterations_per_second > 0
     assert result["floor_share"] == pytest.approx(1e-6 * iterations_per_second)
@@ -54,27 +50,3 @@ def test_the_floor_multiplies_what_the_loop_must(monkeypatch):
         assert counted.get_total_flops() == (agents or 1) * (
             (5 if reused else 9) * forward + 4 * backward
         )
-
-
-def test_the_loop_learns_from_every_step_once_and_keeps_none():
-    config = throughput.Loop(16, 4, "fp32").config()
-    assert (config.num_envs, config.rollout_length, config.precision, config.collect_precision) == (
-        16,
-        4,
-        "fp32",
-        None,
-    )
-    assert (config.fresh_updates, config.replay_updates, config.eval_every) == (1, 0, 0)
-
-
-def test_the_floor_takes_the_layout_that_is_fastest(monkeypatch):
-    found = []
-
-    def seconds(steps, *_):
-        found.append(len(steps))
-        return {i: -float(i) for i in steps}  # of the last one, which has all matrices column-major
-
-    monkeypatch.setattr(throughput, "seconds_of", seconds)
-    a, b, out = throughput.fastest_product(32, 64, 3, torch.float32, "cpu")
-    assert found == [8] and [x.shape for x in (a, b, out)] == [(32, 64), (64, 3), (32, 3)]
-    assert all(x.t().is_contiguous() for x in (a, b, out))
