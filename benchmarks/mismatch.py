@@ -163,7 +163,7 @@ def trained(
                 divergences[agent],
                 sample_sizes[agent],
                 history.column("ess")[last].mean(),
-                history.column("clipped_share")[last].mean(),
+                history.column("clip_fraction")[last].mean(),
             )
         )
     return results

@@ -46,6 +46,15 @@ def test_a_history_is_saved_and_restored():
     assert len(again) == 4 and len(history) == 3
 
 
+def test_a_column_of_an_earlier_version_is_restored_under_its_name_of_today():
+    history, again = History(), History()
+    history.add({"iteration": 0, "clip_fraction": 0.25})
+    state = history.state_dict()
+    state["clipped_share"] = state.pop("clip_fraction")
+    again.load_state_dict(state)
+    assert again.rows == history.rows
+
+
 def test_evaluations_are_the_rows_that_have_one():
     history = History()
     for i, value in enumerate([math.nan, 100, math.nan, 196, 190]):
@@ -159,7 +168,7 @@ def stats_of(**changes) -> dict[str, torch.Tensor]:
         "min_ratio",
         "max_ratio",
         "k3",
-        "clipped_share",
+        "clip_fraction",
         "loss_scale",
     )
     return {name: torch.tensor(1.0) for name in names} | {"skipped": torch.tensor(False)} | changes
@@ -180,5 +189,5 @@ def test_a_row_of_several_updates_by_hand():
         8,
     )
     assert (row["nonfinite"], row["skipped"]) == (1, 1)
-    assert (row["mean_ratio"], row["k3"], row["clipped_share"]) == (0.75, 0.5, 1)
+    assert (row["mean_ratio"], row["k3"], row["clip_fraction"]) == (0.75, 0.5, 1)
     assert (row["min_ratio"], row["max_ratio"]) == (0.25, 4)

@@ -94,7 +94,7 @@ BELOW = {
     "loss": "loss",
     "entropy": "entropy of the policy, nats",
     "k3": "KL from older policies, nats",
-    "clipped_share": "share of steps clipped",
+    "clip_fraction": "share of steps clipped",
 }
 
 
