@@ -27,7 +27,6 @@ from tqdm.auto import tqdm
 
 from .config import Config
 from .distribution import distribution_of
-from .env import Cart
 from .evaluate import Evaluator
 from .history import LOSS_TERMS, ROW_MEANS, History, summarize
 from .losses import LossCoefficients, actor_critic_loss, no_all_reduce, vtrace_fast
@@ -536,14 +535,6 @@ def progress_text(row: dict[str, float]) -> str:
     parts.append(f"{row['steps'] / row['seconds']:,.0f} steps/s")
     parts.append(f"loss scale {row['loss_scale']:g}")
     return ", ".join(parts)
-
-
-def make_cart(
-    config: Config, num_envs: int, start_noise: float, device, seed, purpose: str = "starts"
-) -> Cart:
-    """Makes N carts with the options of a config."""
-    options = (config.extra_features, config.hide_velocity, purpose)
-    return Cart(num_envs, start_noise, device, seed, *options)
 
 
 class Adam(torch.optim.Adam):

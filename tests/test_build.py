@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import SHORT, after, assert_same, refused, resumed, reusing, small, trained, weights
 
+from fp8rl.bits.places import places_of
 from fp8rl.build import HERE, Machine, build
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
@@ -181,14 +182,14 @@ def test_a_plan_says_of_what_a_run_is_made():
     plain = plan_run(small())
     assert (plain.environment, plain.num_envs, plain.slices) == ("cart", 16, 16)
     assert (plain.network, plain.acting_precision) == (FastActorCritic, "fp32")
-    assert (plain.optimizer, plain.acting_loop) == ("adam", "kernel")
+    assert (plain.places, plain.acting_loop) == ({}, "kernel")
     assert not (plain.actor_is_copy or plain.evaluated_is_copy or plain.clips_by_learner)
     assert not (plain.uses_graph or plain.reuses_forward) and plain.ring_folder is None
     for fields, machine, processes, expected in (
         ({}, {"fast_forward": False}, 1, {"network": ActorCritic, "acting_loop": "unroll"}),
         ({"encoder": "gru"}, {}, 1, {"network": RecurrentActorCritic, "acting_loop": "unroll"}),
         ({"normalize_obs": True}, {}, 1, {"network": NormalizedFast, "acting_loop": "unroll"}),
-        ({"formats": "m=e4m3"}, {}, 1, {"optimizer": "low_bit_adam", "acting_loop": "unroll"}),
+        ({"formats": "m=e4m3"}, {}, 1, {"places": places_of("m=e4m3"), "acting_loop": "unroll"}),
         ({"env_id": "CartPole-v1"}, {}, 1, {"environment": "task", "acting_loop": "kernel"}),
         (
             {"env_id": "CartPole-v1"},

@@ -188,7 +188,7 @@ def test_a_checkpoint_has_the_statistics(formats, tmp_path):
     assert all(map(torch.equal, statistics(again.model), statistics(run.model)))
     returns = []
     for network in (model, run.model):
-        with contextlib.closing(run.evaluator.make_env(config, 4, 0.05, "cpu", 0)) as env:
+        with contextlib.closing(run.evaluator.make_env(4, 0.05, "cpu", 0)) as env:
             returns.append(evaluate(network, env).tolist())
     assert returns[0] == returns[1]
 

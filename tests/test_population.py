@@ -32,7 +32,8 @@ from fp8rl.population.population import Population, PopulationRing, by_agent, en
 from fp8rl.replay.ring import ReplayBuffer
 from fp8rl.rollout import Rollout, action_noise
 from fp8rl.tasks.by_id import TASKS
-from fp8rl.train import iterate, make_cart, train
+from fp8rl.tasks.environments import make_cart
+from fp8rl.train import iterate, train
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
 MIXED = {
@@ -526,7 +527,7 @@ def test_gradients_are_those_of_autograd():
 def test_environments_draw_what_each_would_alone(envs, features, length):
     config = small(num_envs=envs, extra_features=features, slice_length=1, batch_size=1)
     noises, seeds = [0.1, 0.5, 1.0], (3, 4, 5)
-    together = environments(make_cart, config, envs, noises, torch.tensor(seeds))
+    together = environments(functools.partial(make_cart, config), envs, noises, torch.tensor(seeds))
     alone = [
         Cart(envs, n, seed=s, extra_features=features) for n, s in zip(noises, seeds, strict=True)
     ]

@@ -12,11 +12,12 @@ from ..config import Config
 from ..distribution import Gaussian
 from ..env import Cart
 from ..machine import hardware
-from ..machine.matmul_rounding import matmuls_of, roundings_of_network
-from ..machine.plan import bytes_at_work, clips_by_learner, environment_of
+from ..machine.matmul_rounding import clips_by_learner, matmuls_of, roundings_of_network
+from ..machine.plan import bytes_at_work
 from ..precision import Precision
 from ..replay.ring import ring_bytes
 from ..tasks.by_id import task_of
+from ..tasks.environments import environment_of
 
 # The fields of Config in which the agents of a population may differ.
 FREE = (
@@ -89,9 +90,9 @@ def require_one_population(configs: list[Config], device, at_once: int = 1) -> N
     for config in configs:
         if reason := obstacle(config):
             raise ValueError(reason)
-        for field in ("precision", "collect_precision"):
-            Precision(getattr(config, field) or config.precision, device, field)
-            matmuls = matmuls_of(config, acting=field == "collect_precision")
+        learner, actor = matmuls_of(config)
+        for field, matmuls in (("precision", learner), ("collect_precision", actor)):
+            Precision(matmuls.precision, device, field)
             roundings_of_network(matmuls, shapes_of(config), field)
         for name, value in vars(shared(config)).items():
             if value != getattr(common, name):

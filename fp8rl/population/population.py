@@ -26,9 +26,9 @@ from ..config import Config
 from ..distribution import Gaussian
 from ..env import TensorEnv
 from ..evaluate import START_NOISE, Evaluator, evaluate
-from ..history import History
+from ..history import History, columns_of
 from ..losses import LossCoefficients, Targets, vtrace_fast
-from ..machine.plan import clips_by_learner
+from ..machine.matmul_rounding import clips_by_learner
 from ..model import make_network
 from ..precision import PRECISIONS
 from ..replay.ring import ReplayBuffer
@@ -73,7 +73,6 @@ def agents_with_format(places: list[Places], name: str) -> list[tuple[slice, Pla
 
 def environments(
     make_env: Callable,
-    config: Config,
     num_envs: int,
     start_noise: list[float],
     seeds: torch.Tensor,
@@ -81,12 +80,12 @@ def environments(
 ) -> TensorEnv:
     """Makes `num_envs` environments for each of S agents, one agent after the other.
 
-    `start_noise` and `seeds` have a number for each agent. `make_env` has the arguments of
-    `train.make_cart`.
+    `start_noise` and `seeds` have a number for each agent. `make_env` makes environments of the
+    agents' config (`tasks.environments.env_maker`).
     """
     noise = torch.tensor(start_noise, dtype=torch.float32, device=seeds.device)
     noise = noise.repeat_interleave(num_envs)
-    return make_env(config, len(seeds) * num_envs, noise, seeds.device, seeds, purpose)
+    return make_env(len(seeds) * num_envs, noise, seeds.device, seeds, purpose)
 
 
 class PopulationRing(ReplayBuffer):
@@ -183,8 +182,7 @@ class PopulationEvaluator(Evaluator):
         agents = len(learned.theta)
         seeds = torch.zeros(agents, dtype=torch.int64, device=self.precision.device)
         env = self.make_env(
-            self.config,
-            self.config.eval_episodes,
+            self.episodes,
             [START_NOISE] * agents,
             seeds,
             "evaluation starts",
@@ -236,8 +234,7 @@ class PopulationHistory(History):
         return state | {"failures": [*self.failures]}
 
     def load_state_dict(self, state: dict) -> None:
-        columns = {name: x for name, x in state.items() if name != "failures"}
-        self.columns = {name: [*x.numpy()] for name, x in columns.items()}
+        self.columns = {name: [*x.numpy()] for name, x in columns_of(state).items()}
         self.failures = [*state.get("failures", self.failures)]
 
 
@@ -246,7 +243,7 @@ class Population(Run):
 
     `configs`   configs of the agents, which may differ in the fields of batches.FREE
     `settled`   the same configs, settled for their task
-    `make_env`  makes environments, with the arguments of `train.make_cart`
+    `make_env`  makes environments (`tasks.environments.env_maker`)
 
     If an agent can no longer learn, the run goes on. The agent takes no more steps, is evaluated as
     it is, and its history says why.
@@ -260,7 +257,7 @@ class Population(Run):
         seeds = torch.tensor([config.seed for config in configs], device=device)
         start_noise = [config.start_noise for config in configs]
         make_envs = functools.partial(environments, make_env)
-        env = make_envs(common, common.num_envs, start_noise, seeds)
+        env = make_envs(common.num_envs, start_noise, seeds)
         models = [make_network(config, env) for config in configs]
         model = Agents(models, configs, device)
         places = [places_of(config.formats) for config in configs]
@@ -281,7 +278,7 @@ class Population(Run):
         clips_apart = [clips_by_learner(config) for config in configs]
         self.clips_apart = torch.tensor(clips_apart, device=device).unsqueeze(1)  # [S, 1]
         ring = PopulationRing(places, *ring_settings, proximal=any(clips_apart))
-        evaluator = PopulationEvaluator(common, scales.exact, make_envs)
+        evaluator = PopulationEvaluator(common.eval_episodes, scales.exact, make_envs)
         super().__init__(common, Parts(collector, learner, evaluator, ring))
         self.recorded = PopulationHistory(self.agents)
         self.returns = EpisodeReturns((self.agents, common.num_envs), device)
