@@ -272,7 +272,6 @@ REFUSED = (
     ("gamma is ", "study --gamma 0.9 1.5"),
     ("threshold is ", "study --env-id Pendulum-v1"),
     ("threshold is ", "study --threshold nan"),
-    ("margin is ", "study --margin -1"),
     ("workers is ", "study --workers 0"),
     ("a network .*: lower hidden_size, layers", "train --hidden-size 10000"),
     (r"population of \d+ agents .*: lower hidden_size", "study --hidden-size 10000 --seeds 500"),

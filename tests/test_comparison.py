@@ -117,12 +117,12 @@ def test_table_pairs_by_seed_and_judges():
         and rows[3][4].startswith("+2.00 [+")
         and rows[2][2:4] == ["194.90 (seed 0)", "4 of 5"]
     )
-    rows = rows_of(comparison.table(results, ["a", "b", "d"], threshold=197.5, margin=4))
+    rows = rows_of(comparison.table(results, ["a", "b", "d"], threshold=197.5))
     verdicts = [(row[3], row[5]) for row in rows[2:]]
     assert rows[0][3] == "seeds at 197.5" and verdicts == [
         ("3 of 5", "fail"),
         ("2 of 5", "fail"),
-        ("5 of 5", "pass"),
+        ("5 of 5", "fail"),
     ]
 
 

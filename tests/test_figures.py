@@ -75,28 +75,6 @@ def test_steps_are_written_in_full(ax):
     )
 
 
-def test_panels_show_a_name_each_with_every_seed():
-    returns, axes = (
-        np.random.default_rng(0).uniform(0, 200, (3, 30)),
-        Figure().subplots(1, 2, sharex=True, sharey=True),
-    )
-    figures.panels(axes, {"a": (STEPS, returns), "b": (2 * STEPS, returns[:1])})
-    # No panel cuts another's run off
-    assert axes[0].get_xlim()[0] == 0 and axes[0].get_xlim()[1] > 2 * STEPS[-1]
-    assert (
-        [ax.get_title() for ax in axes] == ["a", "b"]
-        and axes[0].get_ylabel()
-        and axes[0].get_xlabel()
-    )
-    np.testing.assert_array_equal([line.get_ydata() for line in axes[0].lines[:3]], returns)
-    np.testing.assert_allclose(axes[0].lines[3].get_ydata(), returns.mean(0))
-    # The lines are named once
-    assert [len(ax.texts) for ax in axes] == [
-        0,
-        len(figures.REFERENCES),
-    ]
-
-
 @pytest.mark.parametrize("length", [0, 1, 4])
 def test_a_run_shorter_than_the_window_is_averaged_whole(ax, length):
     figures.series(

@@ -443,7 +443,6 @@ def test_a_study_of_less_or_of_another_goal_is_refused(tmp_path, trained, capsys
         ("seeds is 2 there and 1 here", "--seeds", 1),
         ("precisions is ['fp32', 'bf16'] there and ['fp32'] here", "--precisions", "fp32"),
         ("steps is [512] there and [1024] here", "--steps", 1024),
-        ("margin is 2.0 there and 3.0 here", "--margin", 3),
         ("seeds is 2 there and 4 here, threshold is 195.0 there", "--seeds", 4, "--threshold", 9),
     ):
         refusal_of = refusal(capsys, *QUICK, "--seeds", 2, "--out", out, *options)

@@ -18,12 +18,12 @@ from ..model import ActorCritic
 from ..normalization import NETWORKS
 from ..precision import PRECISIONS, Precision
 from ..replay.ring import ring_bytes
-from ..tasks.environments import environment_of, normalizes_observations, sizes_of
+from ..tasks.environments import Sizes, environment_of, normalizes_observations, sizes_of
 from ..tasks.gymnasium_env import VECTORIZATIONS
 from . import hardware
 from .cuda_graphs import has_graphs
 from .machine import HERE, Machine
-from .matmul_rounding import clips_by_learner
+from .matmul_rounding import clips_by_learner, matmuls_of, roundings_of_network
 from .reused_forward import FAST_NETWORKS
 
 LARGE = 2**18  # bytes of a layer's results in one step of all environments (`reuses_forward`)
@@ -106,11 +106,19 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
     check(config, machine, places, processes)
     require_memory(config, learn_device, processes)
 
-    # How the policy acts, and how iterations are launched.
+    # The environments, and the matrix products of the network for them.
     num_envs = config.num_envs // processes
     reuses = reuses_forward(config, machine, num_envs)
     environment = environment_of(config, machine.vectorization)
     normalizes = normalizes_observations(config)
+    sizes = sizes_of(config, environment)
+    shapes = shapes_of(config, sizes)
+    proximal = clips_by_learner(config)
+    learner, actor = matmuls_of(config)
+    roundings_of_network(learner, shapes)
+    roundings_of_network(actor, shapes, "collect_precision")
+
+    # How the policy acts, and how iterations are launched.
     acting_loop = "unroll"
     if reuses:
         acting_loop = "reuse"
@@ -127,9 +135,8 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
     if machine.memmap:
         # A ring in a folder may serve later runs, so it has the whole capacity.
         rows = config.capacity // config.num_envs
-    obs_size, action_size = sizes_of(config, environment)
-    proximal = clips_by_learner(config)
-    needed = ring_bytes(rows, num_envs, obs_size, config.codec, action_size, proximal)
+    ring_settings = (rows, num_envs, sizes.features, config.codec, sizes.action_size)
+    needed = ring_bytes(*ring_settings, proximal)
     if not machine.memmap:
         remedy = "lower capacity, choose a one-byte codec, or store it in a memmap folder"
         hardware.require_room("replay", needed, remedy, store_device)
@@ -153,7 +160,7 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
         clips_by_learner=proximal,
         acting_loop=acting_loop,
         uses_graph=uses_graph,
-        action_size=action_size,
+        action_size=sizes.action_size,
         ring_rows=rows,
         ring_folder=machine.memmap,
         ring_bytes=needed,
@@ -195,6 +202,16 @@ def check(config: Config, machine: Machine, places: Places, processes: int) -> N
         divides = config.slices_per_batch % processes == 0
         require("batch_size", divides, f"use a multiple of {processes} slices", beside)
         require("memmap", machine.memmap is None, "leave it out", beside)
+
+
+def shapes_of(config: Config, sizes: Sizes) -> list[tuple[int, int]]:
+    """Shapes of a network's weights. The last two are those of the heads of actor and critic.
+
+    A GRU counts as one layer of these.
+    """
+    width = config.hidden_size
+    encoder = [(width, sizes.features), *[(width, width)] * (config.layers - 1)]
+    return [*encoder, (sizes.num_actions, width), (1, width)]
 
 
 def reuses_forward(config: Config, machine: Machine, num_envs: int) -> bool:

@@ -324,27 +324,13 @@ class Population(Run):
             row = row | {"learning_rate": learning_rate.squeeze(1).numpy()}
         super().record(row, measurements, numbers.reshape(-1, self.agents), seconds)
 
-    def rollout_extremes(self, rollout: Rollout) -> torch.Tensor:
-        """Like `rollout.extremes`, for each agent: float32 [S, 5]."""
-
-        def of_agents(x: torch.Tensor) -> torch.Tensor:
-            return x.unflatten(1, (self.agents, -1)).transpose(0, 1).reshape(self.agents, -1)
-
-        lowest_obs, highest_obs = of_agents(rollout.obs).aminmax(dim=1)
-        lowest_reward, highest_reward = of_agents(rollout.reward).aminmax(dim=1)
-        nan_action = torch.zeros_like(lowest_obs)
-        if rollout.action.is_floating_point():
-            nan_action = of_agents(rollout.action).isnan().any(1).float()
-        numbers = (lowest_obs, highest_obs, lowest_reward, highest_reward, nan_action)
-        return torch.stack(numbers, dim=1)
-
-    def check_extremes(self, numbers: np.ndarray) -> None:
+    def check_rollout(self, rollout_extremes: np.ndarray) -> None:
         """Stops the agents whose rollouts nothing can be learned from."""
-        lowest, highest = numbers.min(0), numbers.max(0)
+        lowest, highest = rollout_extremes.min(0), rollout_extremes.max(0)
         with contextlib.suppress(ValueError):  # all agents at once first, which is faster
             check_extremes([lowest[0], highest[1], lowest[2], highest[3], highest[4]])
             return
-        for agent, of_agent in enumerate(numbers.tolist()):
+        for agent, of_agent in enumerate(rollout_extremes.tolist()):
             try:
                 check_extremes(of_agent)
             except ValueError as error:

@@ -23,6 +23,8 @@ from ..tasks.gymnasium_env import interface_of
 from .statistics import bootstrap_interval, iqm
 
 THRESHOLD = float(gymnasium.spec("fp8rl/CustomEnv-v0").reward_threshold)  # the cart's
+# An arm passes if its seeds do, and if the interval of its difference to the first arm is within
+# this of 0.
 MARGIN = 2.0
 FEWEST = 5  # seeds, for an interval and a verdict
 
@@ -52,16 +54,11 @@ class Comparison:
     # The return that every seed should end at; None is the reward threshold that Gymnasium's
     # registration of the task names.
     threshold: float | None = None
-    # An arm passes if its seeds do, and if the interval of its difference to the first arm is
-    # within this of 0.
-    margin: float = MARGIN
 
     def __post_init__(self):
         for name, value in {"seeds": self.seeds, "precisions": len(self.precisions)}.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}: use at least 1")
-        if not 0 <= self.margin < math.inf:
-            raise ValueError(f"margin is {self.margin}: use a finite number, 0 or more")
         if not math.isfinite(self.threshold or 0):
             raise ValueError(f"threshold is {self.threshold}: use a finite number")
         for name in self.precisions:
@@ -78,16 +75,12 @@ class Comparison:
                 for seed in range(first, first + self.seeds)
             ]
 
-        acting, arms = (
-            self.collect_precision,
-            {name: runs(precision=name) for name in self.precisions},
-        )
-        if acting:
-            others = [name for name in self.precisions if name != acting]
-            arms |= {
-                f"{name} acting in {acting}": runs(precision=name, collect_precision=acting)
-                for name in others
-            }
+        arms = {name: runs(precision=name) for name in self.precisions}
+        acting = self.collect_precision
+        for name in self.precisions:
+            if acting and name != acting:
+                arm = f"{name} acting in {acting}"
+                arms[arm] = runs(precision=name, collect_precision=acting)
         if self.controls:
             first = self.precisions[0]
             arms[f"control: {first}, other seeds"] = runs(
@@ -249,12 +242,10 @@ def scores(results: list[dict], column: str) -> dict[str, np.ndarray]:
     }
 
 
-def table(
-    results: list[dict], arms: list[str], threshold: float = THRESHOLD, margin: float = MARGIN
-) -> str:
+def table(results: list[dict], arms: list[str], threshold: float = THRESHOLD) -> str:
     """Markdown table of a study: interquartile means with 95% bootstrap intervals, and the paired
     difference to the first arm (seed by seed). An arm passes when every seed ends at the threshold
-    or above it and the difference's interval lies within +-margin; with fewer than FEWEST seeds
+    or above it and the difference's interval lies within +-MARGIN; with fewer than FEWEST seeds
     there is no interval and no verdict. A seed that failed counts as minus infinity.
 
     Final returns are of greedy episodes. On the cart these are nearly the best possible as soon as
@@ -278,7 +269,7 @@ def table(
                 values - final[arms[0]], nan=0.0, neginf=-np.inf, posinf=np.inf
             )
         passes = (
-            values.min() >= threshold and np.abs(bootstrap_interval(difference)).max() <= margin
+            values.min() >= threshold and np.abs(bootstrap_interval(difference)).max() <= MARGIN
         )
         verdict = (
             f"fewer than {FEWEST} seeds" if len(values) < FEWEST else "pass" if passes else "fail"

@@ -48,6 +48,7 @@ from ..config import Config
 from ..disk.safe_files import write_whole
 from ..history import History
 from ..machine.hardware import cores, keep_freed_memory
+from ..machine.plan import plan_run
 from ..population.batches import batches, obstacle, require_one_population
 from ..tasks.gymnasium_env import EnvironmentFailed, children_ignore_interrupts
 from .batch_file import BatchFile, Keeping, Stopped, batch_file, train_until
@@ -304,7 +305,7 @@ def require(tasks: list[Batch], workers: int | None = None, at_once: int | None 
     for batch in populations:
         require_one_population(batch, "cpu", at_once)
     for config in dict.fromkeys(replace(config, seed=0) for each, (config, *_) in tasks if each):
-        build(config).close()
+        plan_run(config)
 
 
 def split(configs: list[Config], workers: int, each: Callable | None) -> list[Batch]:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ..config import Config
 from ..distribution import Gaussian
@@ -34,8 +35,21 @@ def normalizes_observations(config: Config) -> bool:
     return config.normalize_obs
 
 
-def sizes_of(config: Config, environment: str) -> tuple[int, int]:
-    """How many features an observation has, and dimensions a continuous action (0 if discrete)."""
+class Sizes(NamedTuple):
+    """The sizes of what a policy sees and does.
+
+    `features`     features of an observation
+    `num_actions`  number of actions; dimensions of an action if it is continuous
+    `action_size`  dimensions of a continuous action; 0 if actions are discrete
+    """
+
+    features: int
+    num_actions: int
+    action_size: int
+
+
+def sizes_of(config: Config, environment: str) -> Sizes:
+    """The sizes of a config's environments."""
     if environment == "gymnasium":
         env = interface_of(config.env_id)
         is_continuous = not isinstance(env.actions, int)
@@ -44,7 +58,7 @@ def sizes_of(config: Config, environment: str) -> tuple[int, int]:
         env = env_maker(config, environment)(1, config.start_noise, "cpu", config.seed)
         is_continuous = env.distribution is Gaussian
     low, _ = env.bounds
-    return len(low), env.num_actions if is_continuous else 0
+    return Sizes(len(low), env.num_actions, env.num_actions if is_continuous else 0)
 
 
 def env_maker(
