@@ -65,18 +65,21 @@ def build(
         machine = dataclasses.replace(machine, graph=False)
     rank, size = processes.rank_and_size()
     plan = plan_run(config, machine, size)
+    learning = Precision(config.precision, plan.learn_device)
+    acting = Precision(plan.acting_precision, plan.collect_device, "collect_precision")
+    evaluating = Precision(config.precision, plan.evaluate_device)
     for device in (plan.learn_device, plan.collect_device):
         hardware.load_kernels(device)
     all_reduce = processes.all_reduce if size > 1 else no_all_reduce
     seed = rng.seed_of(config.seed, "weights", rank) if rank else config.seed
 
     # Environments, and the network for them.
-    learning = Precision(config.precision, plan.learn_device)
-    acting = Precision(plan.acting_precision, plan.collect_device, "collect_precision")
     # A resumed run starts other episodes of Gymnasium.
     iterations = len(state["history"].get("iteration", ())) if state else 0
     first_seed = rng.seed_of(rng.seed_of(config.seed, "starts", iterations), "starts", rank)
     make_env = env_maker(config, plan.environment, first_seed, plan.vectorization)
+    # Never "async", which would start a process for each episode.
+    make_evaluation_env = env_maker(config, plan.environment, FIRST_EVALUATION_SEED)
     env = make_env(plan.num_envs, config.start_noise, acting.device, seed)
     settled = config.settled(env)
     model = make_network(config, env, plan.network)
@@ -105,21 +108,20 @@ def build(
         loop = acting_loop(env, actor, functools.partial(as_population, precision=acting.name))
 
     # The parts of the run.
-    collector = Collector(env, actor, acting, config.rollout_length, seed, loop, in_use)
-    # The first observations. In a resumed run, its state replaces these statistics.
-    model.add_observations(env.obs, all_reduce)
     reward_scale = RewardScale(env.num_envs, env.device)
     coefficients = LossCoefficients.of(settled)
     learner = Learner(coefficients, model, learning, optimizer, reward_scale, all_reduce, forward)
-    evaluator = processes.NoEvaluator()
+    collector = Collector(env, actor, acting, config.rollout_length, seed, loop, in_use)
+    # The first observations. In a resumed run, its state replaces these statistics.
+    model.add_observations(env.obs, all_reduce)
     if rank == 0:
-        evaluating = Precision(config.precision, plan.evaluate_device)
         evaluated = None
         if plan.evaluated_is_copy:
             evaluated = copy.deepcopy(model).to(plan.evaluate_device)
-        # Never "async", which would start a process for each episode.
-        make_env = env_maker(config, plan.environment, FIRST_EVALUATION_SEED)
-        evaluator = Evaluator(config.eval_episodes, evaluating, make_env, evaluated, in_use)
+        episodes = config.eval_episodes
+        evaluator = Evaluator(episodes, evaluating, make_evaluation_env, evaluated, in_use)
+    else:
+        evaluator = processes.NoEvaluator()
     ring_settings = (plan.ring_rows, plan.num_envs, env.bounds, config.codec)
     ring_options = (plan.action_size, plan.clips_by_learner)
     if plan.ring_folder is None:

@@ -105,6 +105,13 @@ REFUSED = [  # fields of a config, of a machine, the number of processes, and wh
         "formats is weights=e4m3:block: leave block out, a run keeps one scale",
     ),
     ({"formats": "m=e4m3"}, {}, 2, NOT_PACKED),
+    ({"precision": "fp8", "hidden_size": 40}, {}, 1, "precision is 'fp8' and no layer can run in"),
+    (
+        {"collect_precision": "fp8", "layers": 1},
+        {},
+        1,
+        "collect_precision is 'fp8' and no layer can run in FP8: use a hidden_size",
+    ),
     ({"num_envs": 15}, {}, 2, "num_envs is 15 and 2 processes share the run: use a multiple of 2$"),
     ({"num_envs": 1}, {}, 3, "num_envs is 1 and 3 processes share the run: use a multiple of 3$"),
     (

@@ -120,12 +120,10 @@ def train(
                 f"continuing with {run.ring.size} rows of {run.ring.num_envs} environments in "
                 f"{machine.memmap}"
             )
-        if first and config != begun:
-            print(what_changes(begun, config, run))
-        if first and not resume:
+        if first and resume:
+            tell_what_changes(run, begun, folder, options["tensorboard"])
+        elif first:
             folder = owned.enter_context(Folder.create(out, "train", options, overwrite))
-        elif first and not options["tensorboard"]:
-            tell_of_old_events(folder, run)
         if state and config != begun:
             # Before config.json, which must not differ from the checkpoint if the run is killed.
             checkpoint.save(out / "checkpoint.pt", run, options["checkpoint_ring"])
@@ -182,22 +180,20 @@ def with_steps(config: Config, steps: int | None, state: dict | None) -> Config:
     return changed
 
 
-def what_changes(begun: Config, config: Config, run: Run) -> str:
-    """A line about a run that goes on to another number of steps than it was begun with."""
-    line = f"the run goes on to {config.steps:,} steps, not {begun.steps:,}"
+def tell_what_changes(run: Run, begun: Config, folder: Folder, tensorboard: bool) -> None:
+    """Tells what is no longer as it was in a run that is resumed: its length, which was that of the
+    config `begun`, and TensorBoard's files, which end here without `tensorboard`."""
     iteration = len(run.history)
-    if not config.anneal or not iteration:
-        return line
-    rate = run.settled.learning_rate
-    before = begun.annealed(rate, iteration)
-    now = config.annealed(rate, iteration)
-    return f"{line}: the learning rate is that of a run of this length, {now:.3g}, not {before:.3g}"
-
-
-def tell_of_old_events(folder: Folder, run: Run) -> None:
-    """Tells that TensorBoard's files of a run end where it is resumed without them."""
+    if run.config.steps != begun.steps:
+        line = f"the run goes on to {run.config.steps:,} steps, not {begun.steps:,}"
+        if run.config.anneal and iteration:
+            now = run.learning_rate_at(iteration)
+            before = begun.annealed(run.settled.learning_rate, iteration)
+            rates = f"{now:.3g}, not {before:.3g}"
+            line += f": the learning rate is that of a run of this length, {rates}"
+        print(line)
     names = [name for name in files_in(folder.path, "train") if name.startswith("events.")]
-    if names and len(run.history) < run.config.iterations:
+    if names and not tensorboard and iteration < run.config.iterations:
         print(
             f"fp8rl: warning: tensorboard is off, so {names[0]} does not go on with this run: "
             "add --tensorboard, which writes all of it anew, or delete the file",

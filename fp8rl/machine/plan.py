@@ -14,11 +14,11 @@ import torch
 
 from ..bits.places import STATE, Places, places_of
 from ..config import Config
-from ..model import ActorCritic
+from ..model import ActorCritic, shapes_of
 from ..normalization import NETWORKS
 from ..precision import PRECISIONS, Precision
 from ..replay.ring import ring_bytes
-from ..tasks.environments import Sizes, environment_of, normalizes_observations, sizes_of
+from ..tasks.environments import environment_of, normalizes_observations, sizes_of
 from ..tasks.gymnasium_env import VECTORIZATIONS
 from . import hardware
 from .cuda_graphs import has_graphs
@@ -112,7 +112,7 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
     environment = environment_of(config, machine.vectorization)
     normalizes = normalizes_observations(config)
     sizes = sizes_of(config, environment)
-    shapes = shapes_of(config, sizes)
+    shapes = shapes_of(config, sizes.features, sizes.num_actions)
     proximal = clips_by_learner(config)
     learner, actor = matmuls_of(config)
     roundings_of_network(learner, shapes)
@@ -202,16 +202,6 @@ def check(config: Config, machine: Machine, places: Places, processes: int) -> N
         divides = config.slices_per_batch % processes == 0
         require("batch_size", divides, f"use a multiple of {processes} slices", beside)
         require("memmap", machine.memmap is None, "leave it out", beside)
-
-
-def shapes_of(config: Config, sizes: Sizes) -> list[tuple[int, int]]:
-    """Shapes of a network's weights. The last two are those of the heads of actor and critic.
-
-    A GRU counts as one layer of these.
-    """
-    width = config.hidden_size
-    encoder = [(width, sizes.features), *[(width, width)] * (config.layers - 1)]
-    return [*encoder, (sizes.num_actions, width), (1, width)]
 
 
 def reuses_forward(config: Config, machine: Machine, num_envs: int) -> bool:

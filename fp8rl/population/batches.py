@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from ..config import Config
 from ..machine import hardware
 from ..machine.matmul_rounding import clips_by_learner, matmuls_of, roundings_of_network
-from ..machine.plan import bytes_at_work, shapes_of
+from ..machine.plan import bytes_at_work
+from ..model import shapes_of
 from ..precision import Precision
 from ..replay.ring import ring_bytes
 from ..tasks.environments import Sizes, environment_of, sizes_of
@@ -90,9 +91,10 @@ def require_one_population(configs: list[Config], device, at_once: int = 1) -> N
     sizes = sizes_of(common, environment_of(common))
     for config in configs:
         learner, actor = matmuls_of(config)
+        shapes = shapes_of(config, sizes.features, sizes.num_actions)
         for field, matmuls in (("precision", learner), ("collect_precision", actor)):
             Precision(matmuls.precision, device, field)
-            roundings_of_network(matmuls, shapes_of(config, sizes), field)
+            roundings_of_network(matmuls, shapes, field)
         for name, value in vars(shared(config)).items():
             if value != getattr(common, name):
                 beside = f"{getattr(config, name)} beside {getattr(common, name)}"
@@ -114,7 +116,8 @@ def bytes_per_agent(config: Config, sizes: Sizes) -> int:
     It counts the agent's ring, twelve tensors as large as its parameters, and a rollout or batch,
     which has rounded copies in low precision.
     """
-    parameters = sum(outputs * (inputs + 1) for outputs, inputs in shapes_of(config, sizes))
+    shapes = shapes_of(config, sizes.features, sizes.num_actions)
+    parameters = sum(outputs * (inputs + 1) for outputs, inputs in shapes)
     observations = (config.rows, config.num_envs, sizes.features, config.codec)
     ring = ring_bytes(*observations, sizes.action_size, proximal=clips_by_learner(config))
     precisions = {config.precision, config.collect_precision or "fp32"}
