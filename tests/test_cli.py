@@ -836,7 +836,7 @@ def test_bench_prints_json_a_width(capsys):
         "layers",
         "reuse_forward",
     }
-    names |= {"collect_share", "update_share", "floor_share"}
+    names |= {"floor_share"}
     assert (
         result.keys() == names and result["num_envs"] == 16 and result["train_steps_per_second"] > 0
     )

@@ -113,8 +113,8 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
     normalizes = normalizes_observations(config)
     sizes = sizes_of(config, environment)
     shapes = shapes_of(config, sizes.features, sizes.num_actions)
-    proximal = clips_by_learner(config)
     learner, actor = matmuls_of(config)
+    proximal = clips_by_learner(config, learner, actor)
     roundings_of_network(learner, shapes)
     roundings_of_network(actor, shapes, "collect_precision")
 

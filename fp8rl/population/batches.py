@@ -119,7 +119,8 @@ def bytes_per_agent(config: Config, sizes: Sizes) -> int:
     shapes = shapes_of(config, sizes.features, sizes.num_actions)
     parameters = sum(outputs * (inputs + 1) for outputs, inputs in shapes)
     observations = (config.rows, config.num_envs, sizes.features, config.codec)
-    ring = ring_bytes(*observations, sizes.action_size, proximal=clips_by_learner(config))
+    proximal = clips_by_learner(config, *matmuls_of(config))
+    ring = ring_bytes(*observations, sizes.action_size, proximal)
     precisions = {config.precision, config.collect_precision or "fp32"}
     is_rounded = precisions != {"fp32"} or config.formats
     at_work = bytes_at_work(config, copies=4 if is_rounded else 2)

@@ -28,7 +28,7 @@ from ..env import TensorEnv
 from ..evaluate import START_NOISE, Evaluator, evaluate
 from ..history import History, columns_of
 from ..losses import LossCoefficients, Targets, vtrace_fast
-from ..machine.matmul_rounding import clips_by_learner
+from ..machine.matmul_rounding import clips_by_learner, matmuls_of
 from ..model import make_network
 from ..precision import PRECISIONS
 from ..replay.ring import ReplayBuffer
@@ -275,7 +275,7 @@ class Population(Run):
         collector = Collector(env, model, scales, common.rollout_length, seeds)
         action_size = env.num_actions if env.distribution is Gaussian else 0
         ring_settings = (common.rows, env.num_envs, env.bounds, common.codec, device, action_size)
-        clips_apart = [clips_by_learner(config) for config in configs]
+        clips_apart = [clips_by_learner(config, *matmuls_of(config)) for config in configs]
         self.clips_apart = torch.tensor(clips_apart, device=device).unsqueeze(1)  # [S, 1]
         ring = PopulationRing(places, *ring_settings, proximal=any(clips_apart))
         evaluator = PopulationEvaluator(common.eval_episodes, scales.exact, make_envs)
