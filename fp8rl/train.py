@@ -244,7 +244,7 @@ class Run:
 
     agents = 1
 
-    def __init__(self, config: Config, parts: Parts, slices: int | None = None, launch=None):
+    def __init__(self, config: Config, parts: Parts, slices: int | None = None):
         self.config = config
         self.collector = parts.collector
         self.learner = parts.learner
@@ -252,7 +252,7 @@ class Run:
         self.ring = parts.ring
         self.settled = config.settled(self.env)
         self.slices = slices or config.slices_per_batch
-        self.launch = launch or Immediate()
+        self.launch = Immediate()
         self.iterations_run = 0
         self.recorded = History()
         self.returns = EpisodeReturns(self.env.num_envs, self.env.device)

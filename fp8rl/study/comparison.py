@@ -191,7 +191,7 @@ def summarize(
 
 def mean_train_return(history: History) -> float:
     """The mean return of a run's training episodes, or NaN if there is none."""
-    returns = history.column("train_return") if "train_return" in history.columns else np.empty(0)
+    returns = history.column("train_return")
     returns = returns[~np.isnan(returns)]
     return float(returns.mean()) if len(returns) else math.nan
 
@@ -251,43 +251,46 @@ def table(results: list[dict], arms: list[str], threshold: float = THRESHOLD) ->
     Final returns are of greedy episodes. On the cart these are nearly the best possible as soon as
     the sign of the push is right. The last two columns are of the episodes of training, whose
     actions are sampled, and tell more."""
-    final, first = scores(results, "final_return"), scores(results, "first_step_at_threshold")
-    seeds, trained = scores(results, "seed"), scores(results, "train_return")
-    heads = (
-        f"final return, IQM [95%] | lowest seed | seeds at {threshold:g} | minus {arms[0]}, "
-        "IQM [95%] | verdict"
-    )
-    heads += f" | first at {threshold:g}, median steps | return while training, IQM [95%]"
-    lines = [f"| arm | {heads} | minus {arms[0]}, IQM [95%] |", f"|{' --- |' * 9}"]
+    final = scores(results, "final_return")
+    first = scores(results, "first_step_at_threshold")
+    seeds = scores(results, "seed")
+    trained = scores(results, "train_return")
+    baseline = arms[0]
+    heads = [
+        "arm",
+        "final return, IQM [95%]",
+        "lowest seed",
+        f"seeds at {threshold:g}",
+        f"minus {baseline}, IQM [95%]",
+        "verdict",
+        f"first at {threshold:g}, median steps",
+        "return while training, IQM [95%]",
+        f"minus {baseline}, IQM [95%]",
+    ]
+    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for name in arms:
-        values, failed = (
-            final[name],
-            sum(bool(row.get("failure")) for row in results if row["arm"] == name),
-        )
+        values = final[name]
         with np.errstate(invalid="ignore"):  # of two seeds that failed
-            difference = np.nan_to_num(
-                values - final[arms[0]], nan=0.0, neginf=-np.inf, posinf=np.inf
-            )
-        passes = (
-            values.min() >= threshold and np.abs(bootstrap_interval(difference)).max() <= MARGIN
-        )
-        verdict = (
-            f"fewer than {FEWEST} seeds" if len(values) < FEWEST else "pass" if passes else "fail"
-        )
-        reached = f"{(values >= threshold).sum()} of {len(values)}" + (
-            f", {failed} failed" if failed else ""
-        )
-        minus = "" if name == arms[0] else with_interval(difference, signed=True)
-        lowest = f"{values.min():.2f} (seed {seeds[name][values.argmin()]})"
+            difference = values - final[baseline]
+        difference = np.nan_to_num(difference, nan=0.0, neginf=-np.inf, posinf=np.inf)
+        failed = sum(bool(row.get("failure")) for row in results if row["arm"] == name)
+        reached = f"{(values >= threshold).sum()} of {len(values)}"
+        if failed:
+            reached += f", {failed} failed"
+        if len(values) < FEWEST:
+            verdict = f"fewer than {FEWEST} seeds"
+        else:
+            is_close = np.abs(bootstrap_interval(difference)).max() <= MARGIN
+            verdict = "pass" if values.min() >= threshold and is_close else "fail"
         cells = (
             name,
             with_interval(values),
-            lowest,
+            f"{values.min():.2f} (seed {seeds[name][values.argmin()]})",
             reached,
-            minus,
+            "" if name == baseline else with_interval(difference, signed=True),
             verdict,
             median_of(first[name], ",.0f"),
-            *while_training(trained[name], trained[arms[0]], is_first=name == arms[0]),
+            *while_training(trained[name], trained[baseline], is_first=name == baseline),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -314,7 +317,9 @@ def median_of(values: np.ndarray, form: str) -> str:
 def with_interval(values: np.ndarray, signed: bool = False) -> str:
     """An interquartile mean as text, with its 95% bootstrap interval if there are FEWEST seeds or
     more."""
-    form, (low, high) = "+.2f" if signed else ".2f", bootstrap_interval(values)
-    return f"{iqm(values):{form}}" + (
-        f" [{low:{form}}, {high:{form}}]" if len(values) >= FEWEST else ""
-    )
+    form = "+.2f" if signed else ".2f"
+    text = f"{iqm(values):{form}}"
+    if len(values) < FEWEST:
+        return text
+    low, high = bootstrap_interval(values)
+    return f"{text} [{low:{form}}, {high:{form}}]"
