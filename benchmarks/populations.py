@@ -35,6 +35,7 @@ from fp8rl.config import Config
 from fp8rl.machine.hardware import cores, keep_freed_memory
 from fp8rl.population.batches import bytes_per_agent
 from fp8rl.study import parallel
+from fp8rl.tasks.environments import sizes_of
 from fp8rl.train import iterate
 
 HERE, CORES = Path(__file__).parent, cores()
@@ -197,7 +198,8 @@ def growth(options) -> list[str]:
         lines.append(f"| {agents:,} | {rate:,.0f} | {1e6 / rate:.2f} | {share:.2f} |")
         print(lines[-1], flush=True)
     few, many = (together([[__file__, "build", "--memory", agents]])[0] for agents in (32, 160))
-    measured, predicted = (many - few) / 128 / 1e6, bytes_per_agent(SHORT) / 1e6
+    measured = (many - few) / 128 / 1e6
+    predicted = bytes_per_agent(SHORT, sizes_of(SHORT, "cart")) / 1e6
     return [
         *lines,
         "",
