@@ -137,7 +137,7 @@ class Evaluator:
                 self.config.eval_episodes, purpose="evaluation starts"
             )
         else:
-            # As build.make_evaluator
+            # As in build.build
             env = GymEnv(self.config.env_id, self.config.eval_episodes, seed=2**31)
         # Of a push; there is none of a choice
         largest = getattr(self.model.action_space, "high", None)

@@ -78,27 +78,28 @@ def evaluate(
 class Evaluator:
     """Evaluates a network with greedy episodes, which start from the same states every time.
 
-    `make_env`  makes environments, like `train.make_cart`
+    `episodes`  number of episodes of an evaluation
+    `make_env`  makes environments (`tasks.environments.env_maker`)
     `model`     a copy of the network on the precision's device; None uses the learner's network
     `in_use`    makes a context that is entered while the network acts
     """
 
     def __init__(
         self,
-        config,
+        episodes: int,
         precision: Precision,
         make_env: Callable,
         model: nn.Module | None = None,
         in_use=contextlib.nullcontext,
     ):
-        self.config = config
+        self.episodes = episodes
         self.precision = precision
         self.make_env = make_env
         self.model = model
         self.in_use = in_use
 
     def evaluate(self, learned: nn.Module) -> float:
-        """Mean return of `eval_episodes` episodes with the weights of the network `learned`.
+        """Mean return of the episodes with the weights of the network `learned`.
 
         Raises ValueError if the mean is not finite.
         """
@@ -107,16 +108,16 @@ class Evaluator:
                 self.model.load_state_dict(learned.state_dict())
             mean_return = float(self.returns(self.model or learned).mean())
         if not math.isfinite(mean_return):
-            where = f"in {self.config.precision}"
+            where = f"in {self.precision.name}"
             raise ValueError(f"evaluation is not finite {where}: fix the environment's rewards")
         return mean_return
 
     def returns(self, model: nn.Module) -> np.ndarray:
-        """The returns of the episodes that a network plays, float32 [eval_episodes].
+        """The returns of the episodes that a network plays, float32 [episodes].
 
         The network is on the precision's device.
         """
         starts = (START_NOISE, self.precision.device, 0, "evaluation starts")
-        env = self.make_env(self.config, self.config.eval_episodes, *starts)
+        env = self.make_env(self.episodes, *starts)
         with contextlib.closing(env):
             return evaluate(model, env, self.precision)

@@ -8,7 +8,9 @@ import torch
 # The loss and its terms. With several processes, each process has a part of each of these means.
 LOSS_TERMS = ("loss", "policy_loss", "value_loss", "entropy")
 # Other means over the rows of a batch, of which each process has a part as well.
-ROW_MEANS = ("mean_ratio", "k3", "clipped_share")
+ROW_MEANS = ("mean_ratio", "k3", "clip_fraction")
+# Columns that checkpoints of earlier versions have under another name.
+EARLIER_NAMES = {"clipped_share": "clip_fraction"}
 
 
 class History:
@@ -28,7 +30,7 @@ class History:
     mean_ratio            mean over the updates of the mean importance ratio, rho = pi / mu
     k3                    mean over the updates of the mean of rho - 1 - log rho, an estimate of a
                           KL divergence in nats (losses.py)
-    clipped_share         mean over the updates of the share of valid rows that PPO's clip drops
+    clip_fraction         mean over the updates of the share of valid rows that PPO's clip drops
     min_logp, min_ratio   the smallest of all updates
     max_ratio             the largest of all updates
     grad_norm             the largest finite gradient norm of all updates; 0 if none is finite
@@ -104,9 +106,13 @@ class History:
         return state | {"failures": [self.failure]}
 
     def load_state_dict(self, state: dict) -> None:
-        columns = {name: x for name, x in state.items() if name != "failures"}
-        self.columns = {name: x.tolist() for name, x in columns.items()}
+        self.columns = {name: x.tolist() for name, x in columns_of(state).items()}
         (self.failure,) = state.get("failures", [self.failure])
+
+
+def columns_of(state: dict) -> dict[str, torch.Tensor]:
+    """The columns in the state of a history, by the names that they have today."""
+    return {EARLIER_NAMES.get(name, name): x for name, x in state.items() if name != "failures"}
 
 
 def summarize(updates: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

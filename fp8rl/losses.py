@@ -248,9 +248,9 @@ def actor_critic_loss(
         min_ratio, max_ratio
         k3              mean of rho - 1 - log rho, an estimate of KL(mu || pi) in nats that is never
                         negative (Schulman 2020, "Approximating KL divergence")
-        clipped_share   share of the valid rows that PPO's clip drops; 0 without a clip
+        clip_fraction   share of the valid rows that PPO's clip drops; 0 without a clip
 
-    With several processes, each mean over rows (losses, entropy, mean_ratio, k3, clipped_share) is
+    With several processes, each mean over rows (losses, entropy, mean_ratio, k3, clip_fraction) is
     a part, and the parts add up to the mean of the whole batch. ess and the extremes are those of
     this process's rows. Dimensions between time and batch stay, and the results have them.
 
@@ -325,7 +325,7 @@ def actor_critic_loss(
         "min_ratio": smallest.exp(),
         "max_ratio": largest.exp(),
         "k3": k3,
-        "clipped_share": _sum(is_clipped.float()) / count,
+        "clip_fraction": _sum(is_clipped.float()) / count,
     }
     return _squeezed(loss), {name: _squeezed(x.detach()) for name, x in statistics.items()}
 

@@ -138,6 +138,16 @@ def make_network(config, env, network: type = ActorCritic) -> ActorCritic:
     )
 
 
+def shapes_of(config, features: int, num_actions: int) -> list[tuple[int, int]]:
+    """Shapes of the weights of a config's network, without allocating any.
+
+    The last two are those of the heads of actor and critic. A GRU counts as one layer of these.
+    """
+    width = config.hidden_size
+    encoder = [(width, features), *[(width, width)] * (config.layers - 1)]
+    return [*encoder, (num_actions, width), (1, width)]
+
+
 def parameters_in_order(model: nn.Module) -> dict[str, nn.Parameter]:
     """A network's parameters by name, in the order in which they are laid out in memory.
 

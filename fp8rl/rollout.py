@@ -66,49 +66,46 @@ class Rollout(NamedTuple):
         return Rollout(*(x if x is None else x.to(device) for x in self))
 
 
-def extremes(rollout: Rollout) -> torch.Tensor:
-    """The extremes of a rollout's numbers, float32 [5].
+def extremes(rollout: Rollout, agents: int = 1) -> torch.Tensor:
+    """The extremes of the numbers of each agent's part of a rollout, float32 [agents, 5].
 
     They are the smallest and largest number of the observations, the smallest and largest reward,
     and 1 if an action is NaN, otherwise 0. An extreme is NaN if one of its numbers is NaN.
     """
-    lowest_obs, highest_obs = rollout.obs.aminmax()
-    lowest_reward, highest_reward = rollout.reward.aminmax()
+
+    def of_agents(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(1, (agents, -1)).transpose(0, 1).reshape(agents, -1)
+
+    lowest_obs, highest_obs = of_agents(rollout.obs).aminmax(dim=1)
+    lowest_reward, highest_reward = of_agents(rollout.reward).aminmax(dim=1)
     nan_action = torch.zeros_like(lowest_obs)
     if rollout.action.is_floating_point():
-        nan_action = rollout.action.isnan().any().float()
-    return torch.stack((lowest_obs, highest_obs, lowest_reward, highest_reward, nan_action))
-
-
-def check_finite(rollout: Rollout) -> None:
-    """Raises ValueError for a rollout that nothing can be learned from.
-
-    Such a rollout has an action that is NaN, or an observation or reward that is not finite or
-    larger than `LARGEST_ALLOWED`.
-    """
-    check_extremes(extremes(rollout).tolist())
+        nan_action = of_agents(rollout.action).isnan().any(1).float()
+    numbers = (lowest_obs, highest_obs, lowest_reward, highest_reward, nan_action)
+    return torch.stack(numbers, dim=1)
 
 
 def check_extremes(numbers: list[float]) -> None:
-    """Does what `check_finite` does, from a rollout's `extremes` as Python numbers."""
+    """Raises ValueError for a rollout that nothing can be learned from.
+
+    `numbers` are its `extremes`. Such a rollout has an action that is NaN, or an observation or
+    reward that is not finite or larger than `LARGEST_ALLOWED`.
+    """
     lowest_obs, highest_obs, lowest_reward, highest_reward, nan_action = numbers
-    _check_range("obs", lowest_obs, highest_obs)
-    _check_range("reward", lowest_reward, highest_reward)
+    ranges = {"obs": (lowest_obs, highest_obs), "reward": (lowest_reward, highest_reward)}
+    for name, (low, high) in ranges.items():
+        if not (math.isfinite(low) and math.isfinite(high)):
+            remedy = "fix the environment, nothing can be learned from it"
+            raise ValueError(f"{name} from the environment is not finite: {remedy}")
+        bound, wrapper = LARGEST_ALLOWED[name]
+        largest = max(-low, high)
+        if largest > bound:
+            remedy = f"register it wrapped in gymnasium.wrappers.{wrapper}"
+            too_large = f"{largest:.0e}, over {bound:.0e}, too large to compute with"
+            raise ValueError(f"{name} from the environment reaches {too_large}: {remedy}")
     if nan_action:
         why = "because the policy's weights are not: lower learning_rate"
         raise ValueError(f"action is not a number, {why}")
-
-
-def _check_range(name: str, low: float, high: float) -> None:
-    if not (math.isfinite(low) and math.isfinite(high)):
-        remedy = "fix the environment, nothing can be learned from it"
-        raise ValueError(f"{name} from the environment is not finite: {remedy}")
-    bound, wrapper = LARGEST_ALLOWED[name]
-    largest = max(-low, high)
-    if largest > bound:
-        remedy = f"register it wrapped in gymnasium.wrappers.{wrapper}"
-        too_large = f"{largest:.0e}, over {bound:.0e}, too large to compute with"
-        raise ValueError(f"{name} from the environment reaches {too_large}: {remedy}")
 
 
 def action_noise(env, length: int, seed, purpose: str, iteration: int) -> torch.Tensor:

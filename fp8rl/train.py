@@ -27,7 +27,6 @@ from tqdm.auto import tqdm
 
 from .config import Config
 from .distribution import distribution_of
-from .env import Cart
 from .evaluate import Evaluator
 from .history import LOSS_TERMS, ROW_MEANS, History, summarize
 from .losses import LossCoefficients, actor_critic_loss, no_all_reduce, vtrace_fast
@@ -187,11 +186,13 @@ class Measurements(NamedTuple):
     `updates`  number of updates
     `numbers`  float64, the statistics of one update after the other, then the numbers that are
                measured once in an iteration
+    `extremes` the `rollout.extremes` of the iteration's rollout, on the collector's device
     """
 
     names: tuple[str, ...]
     updates: int
     numbers: torch.Tensor
+    extremes: torch.Tensor
 
 
 class Immediate:
@@ -238,9 +239,12 @@ class Run:
     `launch`          runs iterations and reads their measurements: `Immediate`, or a queue for a
                       GPU
     `slices`          slices in this process's part of a replayed batch
+    `agents`          number of agents that are trained: 1, or more in a population
     """
 
-    def __init__(self, config: Config, parts: Parts, slices: int | None = None, launch=None):
+    agents = 1
+
+    def __init__(self, config: Config, parts: Parts, slices: int | None = None):
         self.config = config
         self.collector = parts.collector
         self.learner = parts.learner
@@ -248,7 +252,7 @@ class Run:
         self.ring = parts.ring
         self.settled = config.settled(self.env)
         self.slices = slices or config.slices_per_batch
-        self.launch = launch or Immediate()
+        self.launch = Immediate()
         self.iterations_run = 0
         self.recorded = History()
         self.returns = EpisodeReturns(self.env.num_envs, self.env.device)
@@ -277,21 +281,23 @@ class Run:
         """How many iterations were launched, read or not. Does not wait."""
         return len(self.recorded) + self.launch.unread
 
-    def iteration(self, check: Callable[[Rollout], None] | None = None) -> Measurements:
+    def iteration(self, checks: bool = True) -> Measurements:
         """One iteration: collects a rollout, stores it, and learns from it and from the ring.
 
-        `check` raises ValueError for a rollout that nothing can be learned from. By default it is
-        `check_rollout`.
+        Raises ValueError for a rollout that nothing can be learned from. Without `checks`, which
+        read numbers on the host, the caller checks the extremes in the measurements.
         """
         rollout = self.collect()
-        (check or self.check_rollout)(rollout)
+        rollout_extremes = extremes(rollout, self.agents)
+        if checks:
+            self.check_rollout(rollout_extremes.cpu().numpy())
         self.learner.watch(rollout)
         if self.config.replay_updates or self.ring.outlives_run:
             # Before the updates, because the first iteration has nothing else to replay.
             self.ring.append(rollout)
         updates = self.improve(rollout)
         self.iterations_run += 1
-        return self.measure(rollout, updates)
+        return self.measure(rollout, updates, rollout_extremes)
 
     def collect(self) -> Rollout:
         """The next T steps of the N environments.
@@ -303,20 +309,9 @@ class Run:
             rollout = rollout._replace(proximal_logp=self.learner.log_prob(rollout))
         return rollout
 
-    def check_rollout(self, rollout: Rollout) -> None:
+    def check_rollout(self, rollout_extremes: np.ndarray) -> None:
         """Raises ValueError for a rollout that nothing can be learned from."""
-        self.check_extremes(self.rollout_extremes(rollout).cpu().numpy())
-
-    def rollout_extremes(self, rollout: Rollout) -> torch.Tensor:
-        """The numbers that decide whether a rollout can be learned from, on its device."""
-        return extremes(rollout)
-
-    def check_extremes(self, numbers: np.ndarray) -> None:
-        """Raises ValueError for a rollout that nothing can be learned from.
-
-        `numbers` are its `rollout_extremes`, on the host.
-        """
-        check_extremes(numbers.tolist())
+        check_extremes(rollout_extremes[0].tolist())
 
     def improve(self, rollout: Rollout) -> list[dict[str, torch.Tensor]]:
         """Learns from a new rollout and from slices of the ring. Returns each update's statistics.
@@ -347,14 +342,19 @@ class Run:
             number = self.iterations_run
         return self.ring.sample(self.slices, self.config.slice_length, seed, number)
 
-    def measure(self, rollout: Rollout, updates: list[dict[str, torch.Tensor]]) -> Measurements:
+    def measure(
+        self,
+        rollout: Rollout,
+        updates: list[dict[str, torch.Tensor]],
+        rollout_extremes: torch.Tensor,
+    ) -> Measurements:
         """Gathers the measurements of an iteration in one tensor, so that the host waits for a GPU
         only once."""
         of_updates = torch.stack([x.float() for update in updates for x in update.values()])
         once = self.measure_once(rollout)
         numbers = [of_updates, *once]
         numbers = torch.cat([x.to(self.learner.device).double().flatten() for x in numbers])
-        return Measurements(tuple(updates[0]), len(updates), numbers)
+        return Measurements(tuple(updates[0]), len(updates), numbers, rollout_extremes)
 
     def measure_once(self, rollout: Rollout) -> list[torch.Tensor]:
         """The numbers that are measured once in an iteration.
@@ -504,7 +504,7 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
     """Trains a run, and yields it after every iteration.
 
     `progress` shows a progress bar. The run is closed at the end. Raises ValueError for a rollout
-    that nothing can be learned from (`rollout.check_finite`) and for an evaluation that is not
+    that nothing can be learned from (`rollout.check_extremes`) and for an evaluation that is not
     finite, and FloatingPointError if nothing is learned any more (`Run.check_learning`).
     """
     config = run.config
@@ -536,14 +536,6 @@ def progress_text(row: dict[str, float]) -> str:
     parts.append(f"{row['steps'] / row['seconds']:,.0f} steps/s")
     parts.append(f"loss scale {row['loss_scale']:g}")
     return ", ".join(parts)
-
-
-def make_cart(
-    config: Config, num_envs: int, start_noise: float, device, seed, purpose: str = "starts"
-) -> Cart:
-    """Makes N carts with the options of a config."""
-    options = (config.extra_features, config.hide_velocity, purpose)
-    return Cart(num_envs, start_noise, device, seed, *options)
 
 
 class Adam(torch.optim.Adam):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import SHORT, after, assert_same, refused, resumed, small, trained, weights
 
+from fp8rl.bits.places import places_of
 from fp8rl.build import Machine, build
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
@@ -44,6 +45,13 @@ REFUSED = [  # fields of a config, of a machine, the number of processes, and th
     ({"formats": "weights=e4m3:block"}, {}, 1, "formats is weights=e4m3:block"),
     ({"formats": "weights=e4m3", "collect_precision": "bf16"}, {}, 1, "collect_precision is bf16"),
     (FEW_BITS, {}, 2, "formats is m=e4m3: .*one process"),
+    ({"precision": "fp8", "hidden_size": 40}, {}, 1, "precision is 'fp8' and no layer can run"),
+    (
+        {"collect_precision": "fp8", "layers": 1},
+        {},
+        1,
+        "collect_precision is 'fp8' and no layer can run in FP8: use a hidden_size",
+    ),
     ({"num_envs": 15}, {}, 2, "num_envs is 15 and 2 processes .*multiple of 2$"),
     ({"num_envs": 1}, {}, 3, "num_envs is 1 and 3 processes .*multiple of 3$"),
     ({"batch_size": 96}, {}, 2, "batch_size is 96 and 2 processes .*multiple of 2 slices$"),
@@ -102,7 +110,7 @@ def test_a_plan_says_of_what_a_run_is_made():
     plain = plan_run(small())
     assert (plain.environment, plain.num_envs, plain.slices) == ("cart", 16, 16)
     assert (plain.network, plain.acting_precision) == (FastActorCritic, "fp32")
-    assert (plain.optimizer, plain.acting_loop) == ("adam", "kernel")
+    assert (plain.places, plain.acting_loop) == ({}, "kernel")
     assert not (plain.actor_is_copy or plain.evaluated_is_copy or plain.clips_by_learner)
     assert not (plain.uses_graph or plain.reuses_forward) and plain.ring_folder is None
     acting = {"collect_precision": "fp8"}
@@ -113,7 +121,7 @@ def test_a_plan_says_of_what_a_run_is_made():
         ({}, {"fast_forward": False}, 1, unrolled | {"network": ActorCritic}),
         ({"encoder": "gru"}, {}, 1, unrolled | {"network": RecurrentActorCritic}),
         ({"normalize_obs": True}, {}, 1, unrolled | {"network": NormalizedFast}),
-        ({"formats": "m=e4m3"}, {}, 1, unrolled | {"optimizer": "low_bit_adam"}),
+        ({"formats": "m=e4m3"}, {}, 1, unrolled | {"places": places_of("m=e4m3")}),
         ({"env_id": "CartPole-v1"}, {}, 1, {"environment": "task", "acting_loop": "kernel"}),
         ({"env_id": "CartPole-v1"}, {"vectorization": "async"}, 1, unrolled | gymnasium),
         (acting, {}, 1, clips),

@@ -18,7 +18,8 @@ from fp8rl.disk import checkpoint
 from fp8rl.evaluate import evaluate
 from fp8rl.precision import Precision
 from fp8rl.rollout import unroll
-from fp8rl.train import Run, iterate, make_cart
+from fp8rl.tasks.environments import make_cart
+from fp8rl.train import Run, iterate
 
 SMALL = {
     "steps": 1024,

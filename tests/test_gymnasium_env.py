@@ -9,7 +9,7 @@ from gymnasium.spaces import Box, Dict, Discrete, Sequence, Tuple
 from helpers import SHORT, SIZED, after, refused, resumed, run_cli, small, trained
 
 from fp8rl.build import Machine, build
-from fp8rl.cli import train as cli_train
+from fp8rl.cli.metrics_file import MetricsFile
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.distribution import Gaussian
@@ -312,15 +312,15 @@ FAILURES = {"Raises": "environment fp8rl-tests/Raises-v0 failed", "Poisoned": "o
 def test_the_last_whole_iteration_is_saved_when_the_environment_fails(
     name, tmp_path, monkeypatch, capsys
 ):
-    write_metrics = cli_train.write_metrics
+    keep = MetricsFile.write
 
-    def write(folder, history, *others):
+    def write(self, history):
         if len(history) == 3:
             monkeypatch.setattr(Counter, "healthy", False)  # from now on it fails
-        return write_metrics(folder, history, *others)
+        keep(self, history)
 
     monkeypatch.setattr(Counter, "healthy", True)
-    monkeypatch.setattr(cli_train, "write_metrics", write)
+    monkeypatch.setattr(MetricsFile, "write", write)
     options = ["--env-id", f"fp8rl-tests/{name}-v0", "--steps", 4096, *SIZED, "--eval-episodes", 1]
     with pytest.raises(SystemExit, match="2"):
         run_cli("train", *options, "--checkpoint-every", 0, "--out", tmp_path)

@@ -30,6 +30,15 @@ def test_history_keeps_columns_gives_rows_and_is_saved_and_restored():
     assert repr(copied.columns) == repr(again.columns)  # NaN included
 
 
+def test_a_column_of_an_earlier_version_is_restored_under_its_name_of_today():
+    history, again = History(), History()
+    history.add({"iteration": 0, "clip_fraction": 0.25})
+    state = history.state_dict()
+    state["clipped_share"] = state.pop("clip_fraction")
+    again.load_state_dict(state)
+    assert again.rows == history.rows
+
+
 def test_evaluations_are_the_rows_that_have_one():
     history = History()
     for i, value in enumerate([math.nan, 100, math.nan, 196, 190]):
@@ -118,12 +127,12 @@ def test_what_a_captured_step_reads_stays_where_it_is():
 
 def test_a_row_of_several_updates_by_hand():
     names = "loss policy_loss value_loss entropy min_logp grad_norm ess mean_ratio min_ratio"
-    names += " max_ratio k3 clipped_share loss_scale"
+    names += " max_ratio k3 clip_fraction loss_scale"
     usual = {name: 1.0 for name in names.split()} | {"skipped": 0.0}
     one = usual | {"loss": 2.0, "min_logp": -3.0, "ess": 0.5, "mean_ratio": 0.5, "k3": 0.0}
     one |= {"min_ratio": 0.25, "max_ratio": 4.0, "grad_norm": math.inf, "skipped": 1.0}
     row = summarize([one, usual | {"loss_scale": 8.0}])
     expected = {"loss": 1.5, "min_logp": -3, "grad_norm": 1, "ess": 0.75, "loss_scale": 8}
-    expected |= {"nonfinite": 1, "skipped": 1, "mean_ratio": 0.75, "k3": 0.5, "clipped_share": 1}
+    expected |= {"nonfinite": 1, "skipped": 1, "mean_ratio": 0.75, "k3": 0.5, "clip_fraction": 1}
     expected |= {"min_ratio": 0.25, "max_ratio": 4}
     assert {name: row[name] for name in expected} == expected

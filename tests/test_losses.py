@@ -167,7 +167,7 @@ def test_statistics_by_hand():
         "min_ratio": 0.4,
         "max_ratio": 1.6,
         "k3": (1.6 - 1 - np.log(1.6) + 0.4 - 1 - np.log(0.4)) / 2,
-        "clipped_share": 0.0,
+        "clip_fraction": 0.0,
     }
     assert {name: stat.item() for name, stat in stats.items()} == pytest.approx(expected, rel=1e-5)
     assert loss.requires_grad and not any(stat.requires_grad for stat in stats.values())
@@ -179,7 +179,7 @@ def test_statistics_by_hand():
 
 
 @pytest.mark.parametrize("clip, share", [(0.4, 1.0), (0.55, 0.5), (0.7, 0.0), (None, 0.0)])
-def test_the_clipped_share_by_hand(clip, share):
+def test_the_clip_fraction_by_hand(clip, share):
     """Two rows count: ratio 1.6 with a positive advantage, and 0.5 with a negative one. Measured
     from the proximal policy, both ratios are 1."""
     logits = torch.tensor([[0.2, 0.8], [0.2, 0.8], [0.5, 0.5], [0.5, 0.5]]).log().unsqueeze(1)
@@ -192,10 +192,10 @@ def test_the_clipped_share_by_hand(clip, share):
     )
     options = {"lam": 0.0, "normalize_advantage": False, "clip": clip}
     stats = loss_of(logits, torch.zeros(4, 1), rollout, **options)[1]
-    assert stats["clipped_share"].item() == share
+    assert stats["clip_fraction"].item() == share
     decoupled = rollout._replace(proximal_logp=torch.tensor([[0.8], [0.2], [0.5]]).log())
     stats = loss_of(logits, torch.zeros(4, 1), decoupled, **options)[1]
-    assert stats["clipped_share"].item() == 0
+    assert stats["clip_fraction"].item() == 0
     assert stats["max_ratio"].item() == pytest.approx(1.6)  # this one is of the behaviour policy
 
 

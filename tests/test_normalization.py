@@ -175,7 +175,7 @@ def test_a_checkpoint_has_the_statistics(fields, tmp_path):
     assert found == config and all(map(torch.equal, statistics(model), statistics(run.model)))
     returns = []
     for network in (model, run.model):
-        with contextlib.closing(run.evaluator.make_env(config, 4, 0.05, "cpu", 0)) as env:
+        with contextlib.closing(run.evaluator.make_env(4, 0.05, "cpu", 0)) as env:
             returns.append(evaluate(network, env).tolist())
     assert returns[0] == returns[1]
     assert_same(trained(resumed(path)), trained(run))

@@ -166,7 +166,7 @@ def test_stochastic_rounding_keeps_what_rounding_to_nearest_loses():
 
 def test_matmuls_are_rounded_by_places_or_by_a_precision():
     config = small(formats="forward=e4m3 backward=e5m2 acting=e2m1")
-    learner, actor = matmuls_of(config), matmuls_of(config, acting=True)
+    learner, actor = matmuls_of(config)
     assert learner == Matmuls(
         "fp32", PlaceFormat(format_of("e4m3")), PlaceFormat(format_of("e5m2"))
     )

@@ -32,6 +32,7 @@ from fp8rl.population.population import Population, PopulationRing, by_agent
 from fp8rl.replay.ring import ReplayBuffer
 from fp8rl.rollout import Rollout, action_noise
 from fp8rl.tasks.by_id import TASKS
+from fp8rl.tasks.environments import environment_of, sizes_of
 from fp8rl.train import iterate
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
@@ -363,14 +364,16 @@ def test_memory_is_foreseen(precision, tmp_path):
     for process in processes:
         process.join(PATIENCE)
     few, many = (int((tmp_path / str(agents)).read_text()) for agents in (4, 24))
-    assert 0.4 < (many - few) / 20 / bytes_per_agent(configs[0]) < 1.4
+    foreseen = bytes_per_agent(configs[0], sizes_of(configs[0], "cart"))
+    assert 0.4 < (many - few) / 20 / foreseen < 1.4
 
 
 def test_an_agent_s_ring_is_foreseen_by_its_task():
     for env_id in (None, *TASKS):
         configs = [small(env_id=env_id, steps=steps) for steps in (5_120, 51_200)]
+        sizes = sizes_of(configs[0], environment_of(configs[0]))
         (short, few), (long, many) = (
-            (build_population([c]).ring.nbytes, bytes_per_agent(c)) for c in configs
+            (build_population([c]).ring.nbytes, bytes_per_agent(c, sizes)) for c in configs
         )
         assert long - short == many - few > 0, env_id
 

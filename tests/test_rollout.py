@@ -11,7 +11,7 @@ from fp8rl.evaluate import play
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.rng import uniform
-from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Collector, check_finite
+from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Collector, Rollout, check_extremes, extremes
 
 FP32 = Precision("fp32")
 
@@ -86,6 +86,10 @@ def test_log_probabilities_are_those_of_the_policy_that_acted_in_its_precision(l
         precision = Precision(name)
         logp = log_probabilities(precision.prepare(copy.deepcopy(base)), precision, rollout)
         assert torch.allclose(logp, rollout.behavior_logp, atol=1e-7, rtol=1e-6) == (name == actor)
+
+
+def check_finite(rollout: Rollout) -> None:
+    check_extremes(extremes(rollout)[0].tolist())
 
 
 def test_what_is_not_finite_or_too_large_is_named():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import PATIENCE, SIZED, cli_into, forked, refusal, refused, run_cli, without_seconds
 
-from fp8rl.cli import train as cli_train
+from fp8rl.cli.metrics_file import MetricsFile
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.disk.run_folder import FILES, MARK, Folder, require_free
@@ -145,8 +145,10 @@ def test_no_link_is_followed_out_of_the_folder(tmp_path):
     history = History()
     history.add({"iteration": 0.0, "steps": 32.0, "seconds": 0.1, "eval_return": 7.0})
     with Folder(out) as folder:
-        append = cli_train.write_metrics
-        refused(".* is a symbolic link", append, folder, history, 1, error=OSError)
+        metrics = MetricsFile(folder)
+        metrics.columns = [*history.columns]  # as after an earlier row
+        metrics.rows = 0
+        refused(".* is a symbolic link", metrics.write, history, error=OSError)
         folder.write("config.json", "ours")
     assert not (out / "config.json").is_symlink() and precious.read_text() == "precious"
 

@@ -30,7 +30,8 @@ from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.returns import RewardScale
 from fp8rl.rollout import Collector
-from fp8rl.train import Adam, Learner, iterate, make_cart, train
+from fp8rl.tasks.environments import make_cart
+from fp8rl.train import Adam, Learner, iterate, train
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
@@ -207,7 +208,7 @@ def test_the_first_update_on_a_rollout_drops_nothing_however_the_policy_acts(fie
     shares = {}
     for clip_by in ("actor", "learner"):
         config = Config(**SHORT | once | {"clip_by": clip_by, "eval_every": 0} | fields)
-        shares[clip_by] = after(2, build(config)).history.column("clipped_share")
+        shares[clip_by] = after(2, build(config)).history.column("clip_fraction")
     assert (shares["learner"] == 0).all() and (shares["actor"] > 0.1).all()
 
 
@@ -301,12 +302,12 @@ def test_training_starts_tell_nothing_of_those_of_evaluations(seed):
     starts = []
 
     def make_env(*settings):
-        env = make_cart(*settings)
+        env = make_cart(run.config, *settings)
         starts.append(env.state.flatten())
         return env
 
     run = build(small(seed=seed, num_envs=64, eval_episodes=64))
-    run.evaluator = Evaluator(run.config, run.learner.precision, make_env)
+    run.evaluator = Evaluator(run.config.eval_episodes, run.learner.precision, make_env)
     run.evaluate()
     # Of 128 independent numbers: a deviation of 0.09
     assert abs(np.corrcoef(run.env.state.flatten(), *starts)[0, 1]) < 0.4

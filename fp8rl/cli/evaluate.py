@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from ..build import FIRST_EVALUATION_SEED, env_maker
+from ..build import FIRST_EVALUATION_SEED
 from ..disk import checkpoint
 from ..disk.safe_files import told, write_whole
 from ..evaluate import START_NOISE, evaluate, policy_of
-from ..machine.plan import environment_of
 from ..precision import Precision
 from ..study.film import film_episode
 from ..tasks.custom_env import CustomEnv
+from ..tasks.environments import env_maker, environment_of
 from ..tasks.gymnasium_env import GymEnv, require_renderable
 from .arguments import Json
 
@@ -55,17 +55,17 @@ def evaluate_run(
         )
         computes = Precision(config.precision)
         # Another start than that of a training with this seed
-        make_env = env_maker(environment_of(config), seed + FIRST_EVALUATION_SEED)
+        make_env = env_maker(config, environment_of(config), seed + FIRST_EVALUATION_SEED)
         starts = (START_NOISE, "cpu", seed, "evaluation starts")
         with contextlib.ExitStack() as owned:
             if film:  # raises before anything is played, if the environment cannot be filmed
                 if config.env_id is None:
-                    stage = make_env(config, 1, *starts)
+                    stage = make_env(1, *starts)
                     rate = CustomEnv.metadata["render_fps"]
                 else:
                     stage, rate = gymnasium_stage(config.env_id, seed)
                 owned.callback(stage.close)
-            env = owned.enter_context(contextlib.closing(make_env(config, episodes, *starts)))
+            env = owned.enter_context(contextlib.closing(make_env(episodes, *starts)))
             model = computes.prepare(model)
             returns = evaluate(model, env, computes, greedy, seed).astype(float)
             if not np.isfinite(returns).all():

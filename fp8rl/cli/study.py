@@ -225,6 +225,8 @@ def rounds_of(options: dict) -> list[dict]:
         workers = isinstance(options_of_round, dict) and options_of_round.get("workers", 1)
         if type(workers) is not int or workers < 1:
             raise ValueError("the mark .fp8rl is not that of a study: use a new folder")
+        # In earlier versions the margin of the verdicts was an option, too.
+        options_of_round.pop("margin", None)
     return rounds
 
 
@@ -267,7 +269,7 @@ def with_earlier_rounds(
         missing = set(itertools.chain(*map(configs_of, earlier))) - set(configs_of(asked))
     except ValueError:
         missing = True
-    if missing or not names or {"threshold", "margin"} & {*names}:
+    if missing or not names or "threshold" in names:
         names = names or ["workers"]
         both = (f"{name} is {last.get(name)} there and {asked[name]} here" for name in names)
         theirs = ", ".join(both)
@@ -363,7 +365,7 @@ def write_study(
         for arm in arms
         for config, history in zip(arms[arm], runs[arm], strict=True)
     ]
-    text = study.table(results, list(arms), threshold, comparison.margin)
+    text = study.table(results, list(arms), threshold)
     text += f"\n`python -m fp8rl {shlex.join(sys.argv[1:])}` on {throughput.origin()}.\n"
     if cluster:
         text += f"\nTrained by Dask workers on {'; '.join(cluster.processors)}.\n"

@@ -17,7 +17,7 @@ from ..disk.run_folder import Folder
 # out, because they are the horizontal axis.
 GROUPS = {
     "charts": ("train_return", "eval_return", "learning_rate", "seconds"),
-    "losses": ("loss", "policy_loss", "value_loss", "entropy", "k3", "clipped_share"),
+    "losses": ("loss", "policy_loss", "value_loss", "entropy", "k3", "clip_fraction"),
     "ratios": ("ess", "mean_ratio", "min_ratio", "max_ratio", "min_logp"),
     "numerics": ("loss_scale", "grad_norm", "nonfinite", "skipped", "clipped", "outside"),
 }

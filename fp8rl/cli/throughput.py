@@ -69,19 +69,18 @@ class Loop:
                     f"agents is {self.agents} under torchrun: leave one of them out, "
                     "populations exchange nothing"
                 )
-        shape = {
-            "num_envs": self.num_envs,
-            "rollout_length": self.rollout_length,
-            "slice_length": 1,
-        }
-        shape |= {"hidden_size": self.hidden_size[0], "layers": self.layers}
-        shape |= {
-            "capacity": (self.rollout_length + 1) * self.num_envs,
-            "replay_updates": 0,
-            "steps": 10**15,
-            "eval_every": 0,
-        }
-        return Config(precision=self.precision or "fp32", **shape)
+        return Config(
+            precision=self.precision or "fp32",
+            num_envs=self.num_envs,
+            rollout_length=self.rollout_length,
+            hidden_size=self.hidden_size[0],
+            layers=self.layers,
+            capacity=(self.rollout_length + 1) * self.num_envs,
+            slice_length=1,
+            replay_updates=0,
+            steps=10**15,
+            eval_every=0,
+        )
 
     def fastest(self, machine: Machine) -> Config:
         """The config of the loop. If its precision is None, the fastest one on the machine is used.
@@ -131,37 +130,6 @@ def commit() -> str:
     return head.stdout.strip() + "+" * bool(changed.returncode)
 
 
-class Timed:
-    """A collector or a learner that adds up the `seconds` of its calls.
-
-    All other attributes are those of the part itself.
-    """
-
-    def __init__(self, part):
-        vars(self).update(part=part, seconds=0.0)
-
-    def __getattr__(self, name: str):
-        return getattr(self.part, name)
-
-    def __setattr__(self, name: str, value) -> None:
-        if name in vars(self):
-            vars(self)[name] = value
-        else:
-            setattr(self.part, name, value)
-
-    def collect(self, learned: torch.nn.Module):
-        return self._timed(self.part.collect, learned)
-
-    def update(self, batch):
-        return self._timed(self.part.update, batch)
-
-    def _timed(self, function: Callable, argument):
-        began = time.perf_counter()
-        result = function(argument)
-        self.seconds += time.perf_counter() - began
-        return result
-
-
 def bench_loop(
     config: Config,
     machine: Machine,
@@ -177,70 +145,64 @@ def bench_loop(
         agents                        number of agents, for a population
         num_envs, rollout_length, precision, hidden_size, layers, reuse_forward
                                       settings of the loop
-        collect_share, update_share   fractions of an iteration's time, meaningless for a CUDA graph
         floor_share                   the floor's time as a fraction of an iteration's time
     """
     # Planned before the run takes memory.
     _, ranks = processes.rank_and_size()
     reuses_forward = agents is None and plan_run(config, machine, ranks).reuses_forward
-    floor = floor_of(config, machine, agents)
+    floor = floor_of(config, machine, reuses_forward, agents)
     if agents is None:
         run = build(config, machine)
     else:
-        run = build_population(
-            [dataclasses.replace(config, seed=seed) for seed in range(agents)],
-            machine.device,
-            machine.graph,
-        )
-    run.collector, run.learner = parts = Timed(run.collector), Timed(run.learner)
-    found = []
+        configs = [dataclasses.replace(config, seed=seed) for seed in range(agents)]
+        run = build_population(configs, machine.device, machine.graph)
     steps = config.steps_per_iteration * (agents or 1)
+    speeds = []
+    floor_shares = []
     with contextlib.closing(iterate(run)) as iterations:
         for _ in range(5):  # caches, and the capture of a graph
             began = time.perf_counter()
             next(iterations)
             run.launch.finish(run)
         # The same count in every process, because they wait for each other.
-        (each,) = processes.all_reduce(
-            [torch.tensor(time.perf_counter() - began) / processes.rank_and_size()[1]]
-        )
-        count = max(1, int(seconds / rounds / each.item()))
+        seconds_each = torch.tensor((time.perf_counter() - began) / ranks)
+        (seconds_each,) = processes.all_reduce([seconds_each])
+        count = max(1, int(seconds / rounds / seconds_each.item()))
         for _ in range(rounds):
-            for part in parts:
-                part.seconds = 0.0
             began = time.perf_counter()
             for _ in range(count):
                 next(iterations)
             run.launch.finish(run)
-            each = (time.perf_counter() - began) / count
-            lowest = seconds_of({"floor": floor}, 1, 0.05, machine.device)["floor"]
-            found.append(
-                (steps / each, *(part.seconds / count / each for part in parts), lowest / each)
-            )
-    speed, *shares = (statistics.median(values) for values in zip(*found, strict=True))
-    result = {"train_steps_per_second": speed} | ({} if agents is None else {"agents": agents})
-    result |= {
-        name: getattr(config, name)
-        for name in ("num_envs", "rollout_length", "precision", "hidden_size", "layers")
-    }
+            seconds_each = (time.perf_counter() - began) / count
+            floor_seconds = seconds_of({"floor": floor}, 1, 0.05, machine.device)["floor"]
+            speeds.append(steps / seconds_each)
+            floor_shares.append(floor_seconds / seconds_each)
+    result = {"train_steps_per_second": statistics.median(speeds)}
+    if agents is not None:
+        result["agents"] = agents
+    for name in ("num_envs", "rollout_length", "precision", "hidden_size", "layers"):
+        result[name] = getattr(config, name)
     result["reuse_forward"] = reuses_forward
-    return result | dict(zip(("collect_share", "update_share", "floor_share"), shares, strict=True))
+    result["floor_share"] = statistics.median(floor_shares)
+    return result
 
 
-def floor_of(config: Config, machine: Machine, agents: int | None = None) -> Callable[[], None]:
+def floor_of(
+    config: Config, machine: Machine, reuses_forward: bool, agents: int | None = None
+) -> Callable[[], None]:
     """A function that does only the multiplications of an iteration, on the built-in cart.
 
     They are those of this process's environments or, for a population, those of all agents in
     float32. An iteration has T forward passes to act, and one forward and one backward pass over
-    all rows at once. If forward passes are reused, it has T + 1 forward passes to act, and the
+    all rows at once. With `reuses_forward`, it has T + 1 forward passes to act, and the
     backward pass goes one time step at a time. On CUDA with `graph`, the function is a graph, too.
     """
     device = machine.device
     _, ranks = processes.rank_and_size()
-    reuses_forward = agents is None and plan_run(config, machine, ranks).reuses_forward
     envs = config.num_envs // ranks
     length = config.rollout_length
-    size, mode = config.hidden_size, Precision(config.precision, device).matmul_mode
+    size = config.hidden_size
+    mode = Precision(config.precision, device).matmul_mode
     sizes = [(2, size), *[(size, size)] * (config.layers - 1), (size, 3)]  # both heads at once
 
     def forward(rows: int) -> list[tuple[int, int, int]]:

@@ -1,9 +1,7 @@
 """`python -m fp8rl train`: trains one agent into a folder, or continues a run that was stopped."""
 
 import contextlib
-import csv
 import dataclasses
-import io
 import signal
 import sys
 import time
@@ -18,13 +16,13 @@ from ..build import build
 from ..config import EIGHT_BIT, Config
 from ..disk import checkpoint
 from ..disk.run_folder import Folder, files_in, read_mark, require_free
-from ..disk.safe_files import opened, read_json
-from ..history import History
+from ..disk.safe_files import read_json
 from ..machine import hardware, processes
 from ..study import figures
 from ..tasks.gymnasium_env import EnvironmentFailed
 from ..train import Immediate, Run, iterate
 from .arguments import ConfigOptions, MachineOptions, Unchecked, checked, given
+from .metrics_file import MetricsFile
 from .tensorboard_events import EventFile, require_tensorboard
 
 
@@ -90,16 +88,18 @@ def train(
     options = dataclasses.asdict(checked(saving))
     steps = config.steps if resume and "steps" in given() else None
     config = chosen(config, bool(resume), eight_bit)
+    begun = config
+    state = None
     processes.start(machine.devices)
-    first, state = processes.rank_and_size()[0] == 0, None
+    rank, _ = processes.rank_and_size()
+    first = rank == 0
     with contextlib.ExitStack() as owned:
         if resume:
             out = resume
             if first:
                 folder = owned.enter_context(Folder.reopen(out, "train"))
-            config, state = stopped_run(out, trust)
-            begun = config
-            config = with_steps(config, steps, state)
+            begun, state = stopped_run(out, trust)
+            config = with_steps(begun, steps, state)
             saved_options = read_mark(out).get("options", {})
             options |= {
                 name: saved_options[name]
@@ -120,19 +120,16 @@ def train(
                 f"continuing with {run.ring.size} rows of {run.ring.num_envs} environments in "
                 f"{machine.memmap}"
             )
-        if first and not resume:
+        if first and resume:
+            tell_what_changes(run, begun, folder, options["tensorboard"])
+        elif first:
             folder = owned.enter_context(Folder.create(out, "train", options, overwrite))
-        if resume and config != begun:
+        if state and config != begun:
             # Before config.json, which must not differ from the checkpoint if the run is killed.
-            if state:
-                checkpoint.save(out / "checkpoint.pt", run, options["checkpoint_ring"])
-            if first:
-                print(what_changes(begun, config, run))
+            checkpoint.save(out / "checkpoint.pt", run, options["checkpoint_ring"])
         if first:
             folder.remember("train", options)
             folder.write("config.json", config.to_json())
-            if resume and not options["tensorboard"]:
-                tell_of_old_events(folder, run)
         write_while_training(run, out, folder if first else None, **options)
         clipped = processes.all_reduce([run.ring.clipped])[0].tolist()
         processes.stop()
@@ -183,22 +180,20 @@ def with_steps(config: Config, steps: int | None, state: dict | None) -> Config:
     return changed
 
 
-def what_changes(begun: Config, config: Config, run: Run) -> str:
-    """A line about a run that goes on to another number of steps than it was begun with."""
-    line = f"the run goes on to {config.steps:,} steps, not {begun.steps:,}"
+def tell_what_changes(run: Run, begun: Config, folder: Folder, tensorboard: bool) -> None:
+    """Tells what is no longer as it was in a run that is resumed: its length, which was that of the
+    config `begun`, and TensorBoard's files, which end here without `tensorboard`."""
     iteration = len(run.history)
-    if not config.anneal or not iteration:
-        return line
-    rate = run.settled.learning_rate
-    before = begun.annealed(rate, iteration)
-    now = config.annealed(rate, iteration)
-    return f"{line}: the learning rate is that of a run of this length, {now:.3g}, not {before:.3g}"
-
-
-def tell_of_old_events(folder: Folder, run: Run) -> None:
-    """Tells that TensorBoard's files of a run end where it is resumed without them."""
+    if run.config.steps != begun.steps:
+        line = f"the run goes on to {run.config.steps:,} steps, not {begun.steps:,}"
+        if run.config.anneal and iteration:
+            now = run.learning_rate_at(iteration)
+            before = begun.annealed(run.settled.learning_rate, iteration)
+            rates = f"{now:.3g}, not {before:.3g}"
+            line += f": the learning rate is that of a run of this length, {rates}"
+        print(line)
     names = [name for name in files_in(folder.path, "train") if name.startswith("events.")]
-    if names and len(run.history) < run.config.iterations:
+    if names and not tensorboard and iteration < run.config.iterations:
         print(
             f"fp8rl: warning: tensorboard is off, so {names[0]} does not go on with this run: "
             "add --tensorboard, which writes all of it anew, or delete the file",
@@ -267,10 +262,11 @@ def write_while_training(
     events. After SIGINT or SIGTERM the program exits as soon as the iteration is finished and
     saved. A second signal ends a single process at once.
     """
+    rank, size = processes.rank_and_size()
     signals: list[int] = []
 
     def remember(number, _):
-        if signals and processes.rank_and_size()[1] == 1:
+        if signals and size == 1:
             raise KeyboardInterrupt
         signals.append(number)
 
@@ -280,79 +276,53 @@ def write_while_training(
         is_intact = kind is EnvironmentFailed or (
             kind is ValueError and isinstance(run.launch, Immediate)
         )
-        if is_intact and len(run.history) and processes.rank_and_size()[1] == 1:
+        if is_intact and len(run.history) and size == 1:
             checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
 
-    if folder and len(run.history):
-        write_metrics(folder, run.history, 0)  # the rows from before the run was resumed
+    metrics = None
     events = None
-    # With the first new row all rows are written again, because it may have other columns.
-    written, saved = (
-        0,
-        time.monotonic(),
-    )
+    saved_at = time.monotonic()
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, remember))
         stack.push(save_on_failure)
+        # Both files begin with the rows from before the run was resumed.
+        if folder:
+            metrics = MetricsFile(folder)
+            metrics.write(run.history)
         if folder and tensorboard:
             events = stack.enter_context(contextlib.closing(EventFile(folder)))
             events.add(run.history.rows)
-        for _ in stack.enter_context(
-            contextlib.closing(iterate(run, progress=processes.rank_and_size()[0] == 0))
-        ):
-            due = (
-                checkpoint_every is None
-                and processes.rank_and_size()[0] == 0
-                and time.monotonic() - saved > 60
-            )
+        iterations = stack.enter_context(contextlib.closing(iterate(run, progress=rank == 0)))
+        for _ in iterations:
+            due = checkpoint_every is None and rank == 0 and time.monotonic() - saved_at > 60
             # All ranks must agree. The clock of rank 0 decides, and a signal to any rank.
             (sums,) = processes.all_reduce([torch.tensor([due, sum(signals)], dtype=torch.float64)])
             due, stop = sums.tolist()
-            if (
-                due
-                or stop
-                or (checkpoint_every and run.iterations_launched % checkpoint_every == 0)
-            ):
+            if checkpoint_every:
+                due = run.iterations_launched % checkpoint_every == 0
+            if due or stop:
                 checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
-                saved = time.monotonic()
-            if folder and len(run.recorded) > written:  # with a graph, not all rows are read yet
-                write_metrics(folder, run.recorded, written)
-                written = len(run.recorded)
+                saved_at = time.monotonic()
+            # With a graph, not all rows are read yet.
+            if metrics:
+                metrics.write(run.recorded)
             if events:
                 events.add(run.recorded.since(events.rows))
             if stop:
                 break
     if len(run.history) < run.config.iterations:
-        if processes.rank_and_size()[0] == 0:
+        if rank == 0:
             at = f"step {run.history.last['steps']:,.0f} of {run.config.steps:,}"
             print(
                 f"fp8rl: interrupted at {at}: continue with train --resume {out}", file=sys.stderr
             )
         sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
-    if processes.rank_and_size()[0] == 0:
+    if rank == 0:
         most = "" if run.config.env_id else " of 200"
         # Printed before the checkpoint is saved, so that it is known even if saving fails.
         print(f"final greedy return {run.history.final_return:.2f}{most}")
     checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
-
-
-def write_metrics(folder: Folder, history: History, written: int) -> None:
-    """Appends the rows of the history to metrics.csv, from row number `written` on.
-
-    If no row was written yet, the file is written anew, with a header.
-    """
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    if not written:
-        writer.writerow([*history.last])
-    writer.writerows(
-        [int(x) if x.is_integer() else x for x in row.values()] for row in history.since(written)
-    )
-    if not written:
-        return folder.write("metrics.csv", text.getvalue())
-    with folder.writing(), opened(folder.path / "metrics.csv", "a", newline="") as file:
-        file.write(text.getvalue())
 
 
 def report(run: Run, clipped: list[int], folder: Folder) -> None:

@@ -8,6 +8,7 @@ and a network whose weights the optimizer keeps.
 import torch
 
 from ..replay.ring import ReplayBuffer
+from ..returns import EpisodeReturns
 from ..train import Run
 
 DOES_NOT_FIT = "the state does not fit the config: resume with the run's own config"
@@ -15,12 +16,16 @@ DOES_NOT_FIT = "the state does not fit the config: resume with the run's own con
 MISFIT = (LookupError, TypeError, ValueError, RuntimeError, AttributeError)
 
 
-def restore(run: Run, state: dict) -> None:
+def restore(run: Run, state: dict, new_episodes: bool = False) -> None:
     """Restores a `state_dict` into a run that has not started.
 
-    Raises ValueError if the state does not fit the run, OSError if the ring's rows are in another
-    folder than this run's, and torch.OutOfMemoryError. After an error the run is closed.
+    With `new_episodes`, its episodes start anew, because the state of Gymnasium's environments
+    cannot be saved. Raises ValueError if the state does not fit the run, OSError if the ring's rows
+    are in another folder than this run's, and torch.OutOfMemoryError. After an error the run is
+    closed.
     """
+    if new_episodes:
+        state = {**state, "state": None}  # that of a recurrent policy
     try:
         check_ring(run.ring, state["ring"])
         check_stored_weights(run.learner, state)
@@ -31,6 +36,10 @@ def restore(run: Run, state: dict) -> None:
     except MISFIT as error:
         run.close()
         raise ValueError(DOES_NOT_FIT) from error
+    if new_episodes:
+        run.returns = EpisodeReturns(run.env.num_envs, run.env.device)
+        run.ring.new_episodes = True
+        run.learner.reward_scale.open.zero_()
 
 
 def check_ring(ring: ReplayBuffer, state: dict | None) -> None:

@@ -23,7 +23,6 @@ from functools import cache
 import torch
 
 from ..replay.ring import Clock
-from ..rollout import Rollout
 
 # Number of eager calls before the capture, on the same stream. They initialize libraries, and state
 # that is created lazily (Adam's, the scaler's).
@@ -201,14 +200,14 @@ class GraphQueue:
             self.held = Held(run)
         if not self.queue:
             self.began = time.perf_counter()
-        rollout_extremes, measurements = self.graphed(lambda: self._iteration(run))
+        measurements = self.graphed(lambda: self._iteration(run))
         # Copies, because the next replay overwrites the tensors.
-        rollout_extremes = rollout_extremes.to("cpu", non_blocking=True, copy=True).numpy()
+        extremes = measurements.extremes.to("cpu", non_blocking=True, copy=True).numpy()
         numbers = measurements.numbers.to("cpu", non_blocking=True, copy=True).numpy()
         arrived = None
         if self.device.type == "cuda":
             arrived = torch.cuda.current_stream(self.device).record_event()
-        self.queue.append((row, measurements, numbers, rollout_extremes, arrived))
+        self.queue.append((row, measurements, numbers, extremes, arrived))
         self.launched += 1
         if self.launched <= AHEAD:
             self._read(run, keep=0)
@@ -216,17 +215,11 @@ class GraphQueue:
             # The GPU has the other half to work on, while this half is read.
             self._read(run, keep=AHEAD // 2)
 
-    def _iteration(self, run) -> tuple:
-        """The iteration that is captured. It cannot check the rollout, so it returns the extremes
-        of the rollout with the measurements."""
-        results = []
-
-        def remember_extremes(rollout: Rollout) -> None:
-            results.append(run.rollout_extremes(rollout))
-
-        measurements = run.iteration(check=remember_extremes)
+    def _iteration(self, run):
+        """The iteration that is captured. It cannot check the rollout on the host."""
+        measurements = run.iteration(checks=False)
         self.held.put_back()
-        return results[0], measurements
+        return measurements
 
     def finish(self, run) -> None:
         """Reads all iterations that were launched."""
@@ -248,13 +241,13 @@ class GraphQueue:
         seconds_each = (now - self.began) / count
         self.began = now
         for _ in range(count):
-            row, measurements, numbers, rollout_extremes, _ = self.queue.pop(0)
+            row, measurements, numbers, extremes, _ = self.queue.pop(0)
             run.record(row, measurements, numbers, seconds_each)
-            self.unchecked.append((row["iteration"], measurements.updates, rollout_extremes))
+            self.unchecked.append((row["iteration"], measurements.updates, extremes))
 
     def check(self, run) -> None:
         """Raises the errors of `iterate`, for the iterations that were read since the last call."""
         while self.unchecked:
-            iteration, updates, rollout_extremes = self.unchecked.pop(0)
-            run.check_extremes(rollout_extremes)
+            iteration, updates, extremes = self.unchecked.pop(0)
+            run.check_rollout(extremes)
             run.check_learning(iteration, updates)

@@ -71,8 +71,8 @@ class Matmuls(NamedTuple):
     gradients: PlaceFormat | None = None
 
 
-def matmuls_of(config: Config, acting: bool = False) -> Matmuls:
-    """The matmuls of an agent's learner or, with `acting`, of its policy that acts.
+def matmuls_of(config: Config) -> tuple[Matmuls, Matmuls]:
+    """The matmuls of an agent's learner, and those of its policy that acts.
 
     Raises ValueError if formats round matmuls and the precision is another than fp32.
     """
@@ -86,17 +86,19 @@ def matmuls_of(config: Config, acting: bool = False) -> Matmuls:
             raise ValueError(
                 f"formats rounds matmuls, and their precision is {matmuls.precision}: {remedy}"
             )
-    return actor if acting else learner
+    return learner, actor
 
 
-def acts_as_it_learns(config: Config) -> bool:
-    """Whether the policy that acts rounds its matmuls like the learner's forward pass.
+def clips_by_learner(config: Config, learner: Matmuls, actor: Matmuls) -> bool:
+    """Whether PPO's clip divides by the learner's own policy, because another policy acts.
 
-    Raises the errors of `matmuls_of`.
+    Another policy acts if it rounds its matmuls in another way than the learner's forward pass.
+    Rollouts and the ring then have the learner's log-probabilities (`Rollout.proximal_logp`).
+    `learner` and `actor` are the config's matmuls (`matmuls_of`).
     """
-    learner = matmuls_of(config)
-    actor = matmuls_of(config, acting=True)
-    return (actor.precision, actor.operands) == (learner.precision, learner.operands)
+    if config.clip is None or config.clip_by != "learner":
+        return False
+    return (actor.precision, actor.operands) != (learner.precision, learner.operands)
 
 
 def roundings_of(

@@ -12,20 +12,18 @@ import dataclasses
 
 import torch
 
-from ..bits.places import STATE, places_of
+from ..bits.places import STATE, Places, places_of
 from ..config import Config
-from ..distribution import Gaussian
-from ..model import ActorCritic
+from ..model import ActorCritic, shapes_of
 from ..normalization import NETWORKS
 from ..precision import PRECISIONS, Precision
 from ..replay.ring import ring_bytes
-from ..tasks.by_id import task_of
-from ..tasks.gymnasium_env import VECTORIZATIONS, interface_of
-from ..train import make_cart
+from ..tasks.environments import environment_of, normalizes_observations, sizes_of
+from ..tasks.gymnasium_env import VECTORIZATIONS
 from . import hardware
 from .cuda_graphs import has_graphs
 from .machine import HERE, Machine
-from .matmul_rounding import acts_as_it_learns
+from .matmul_rounding import clips_by_learner, matmuls_of, roundings_of_network
 from .reused_forward import FAST_NETWORKS
 
 LARGE = 2**18  # bytes of a layer's results in one step of all environments (`reuses_forward`)
@@ -45,7 +43,7 @@ class Plan:
     store_device: torch.device
     evaluate_device: torch.device
 
-    # What the environments are: "cart" (env.py), "task" (a task as tensors, tasks/) or "gymnasium".
+    # What the environments are: "cart", "task" or "gymnasium" (tasks/environments.py).
     environment: str
     # How Gymnasium steps the environments of the training: "sync" or "async".
     vectorization: str
@@ -61,8 +59,9 @@ class Plan:
     actor_is_copy: bool
     evaluated_is_copy: bool
 
-    # "adam", or "low_bit_adam", which keeps weights and moments in few bits.
-    optimizer: str
+    # The weights and moments that LowBitAdam keeps in few bits, with their formats. If there are
+    # none, the optimizer is torch's Adam.
+    places: Places
     # Slices of this process in each replayed batch.
     slices: int
     # Whether PPO's clip divides by the learner's own policy, because another policy acts.
@@ -75,6 +74,8 @@ class Plan:
     # Whether iterations are launched as one CUDA graph.
     uses_graph: bool
 
+    # Dimensions of a continuous action; 0 if actions are discrete.
+    action_size: int
     # Time steps of the replay ring, the folder in which it is (None: in memory), and its bytes.
     ring_rows: int
     ring_folder: str | None
@@ -93,7 +94,6 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
     for settings that do not work together or that the machine cannot do, and MemoryError if the
     network, a rollout or batch, or a ring in memory does not fit into memory.
     """
-    check(config, machine, processes)
     learn_device = machine.on("learn")
     collect_device = machine.on("collect")
     store_device = machine.on("store")
@@ -102,36 +102,46 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
     Precision(config.precision, learn_device)
     Precision(acting_precision, collect_device, "collect_precision")
     Precision(config.precision, evaluate_device)
+    places = places_of(config.formats)
+    check(config, machine, places, processes)
     require_memory(config, learn_device, processes)
 
-    environment = environment_of(config, machine)
+    # The environments, and the matrix products of the network for them.
     num_envs = config.num_envs // processes
+    reuses = reuses_forward(config, machine, num_envs)
+    environment = environment_of(config, machine.vectorization)
     normalizes = normalizes_observations(config)
-    networks = FAST_NETWORKS if machine.fast_forward else NETWORKS
+    sizes = sizes_of(config, environment)
+    shapes = shapes_of(config, sizes.features, sizes.num_actions)
+    learner, actor = matmuls_of(config)
+    proximal = clips_by_learner(config, learner, actor)
+    roundings_of_network(learner, shapes)
+    roundings_of_network(actor, shapes, "collect_precision")
 
+    # How the policy acts, and how iterations are launched.
+    acting_loop = "unroll"
+    if reuses:
+        acting_loop = "reuse"
+    elif machine.fast_forward and config.encoder == "mlp" and environment != "gymnasium":
+        if not (normalizes or places or PRECISIONS[acting_precision].tf32):
+            acting_loop = "kernel"
+    one_device = learn_device == collect_device == store_device
+    uses_graph = machine.graph and processes == 1 and one_device and has_graphs(learn_device)
+    if environment == "gymnasium" or normalizes or places:
+        uses_graph = False
+
+    # The ring.
     rows = config.rows
     if machine.memmap:
         # A ring in a folder may serve later runs, so it has the whole capacity.
         rows = config.capacity // config.num_envs
-    proximal = clips_by_learner(config)
-    obs_size, action_size = sizes_of(config, environment)
-    needed = ring_bytes(rows, num_envs, obs_size, config.codec, action_size, proximal)
+    ring_settings = (rows, num_envs, sizes.features, config.codec, sizes.action_size)
+    needed = ring_bytes(*ring_settings, proximal)
     if not machine.memmap:
         remedy = "lower capacity, choose a one-byte codec, or store it in a memmap folder"
         hardware.require_room("replay", needed, remedy, store_device)
 
-    acting_loop = "unroll"
-    if reuses_forward(config, machine, num_envs):
-        acting_loop = "reuse"
-    elif machine.fast_forward and config.encoder == "mlp" and environment != "gymnasium":
-        if not (normalizes or config.formats or PRECISIONS[acting_precision].tf32):
-            acting_loop = "kernel"
-
-    one_device = learn_device == collect_device == store_device
-    uses_graph = machine.graph and processes == 1 and one_device and has_graphs(learn_device)
-    if environment == "gymnasium" or normalizes or config.formats:
-        uses_graph = False
-
+    networks = FAST_NETWORKS if machine.fast_forward else NETWORKS
     actor_is_copy = acting_precision != config.precision or collect_device != learn_device
     return Plan(
         learn_device=learn_device,
@@ -145,18 +155,19 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
         acting_precision=acting_precision,
         actor_is_copy=actor_is_copy,
         evaluated_is_copy=evaluate_device != learn_device,
-        optimizer="low_bit_adam" if config.formats else "adam",
+        places=places,
         slices=config.slices_per_batch // processes,
         clips_by_learner=proximal,
         acting_loop=acting_loop,
         uses_graph=uses_graph,
+        action_size=sizes.action_size,
         ring_rows=rows,
         ring_folder=machine.memmap,
         ring_bytes=needed,
     )
 
 
-def check(config: Config, machine: Machine, processes: int) -> None:
+def check(config: Config, machine: Machine, places: Places, processes: int) -> None:
     """Raises ValueError for settings that do not work together, in a run of this many processes."""
 
     def require(field: str, is_good: bool, remedy: str, beside: str = "") -> None:
@@ -173,7 +184,6 @@ def check(config: Config, machine: Machine, processes: int) -> None:
     require("vectorization", has_env_id, "leave it out, it needs env_id")
     is_known = machine.vectorization in (None, *VECTORIZATIONS)
     require("vectorization", is_known, f"choose from {', '.join(VECTORIZATIONS)}")
-    places = places_of(config.formats)
     for place in places:
         require("formats", place in STATE, f"leave out {place}, which only populations round")
     if "weights" in places:
@@ -192,54 +202,6 @@ def check(config: Config, machine: Machine, processes: int) -> None:
         divides = config.slices_per_batch % processes == 0
         require("batch_size", divides, f"use a multiple of {processes} slices", beside)
         require("memmap", machine.memmap is None, "leave it out", beside)
-
-
-def environment_of(config: Config, machine: Machine = HERE) -> str:
-    """What the environments of a config are on a machine: "cart", "task" or "gymnasium".
-
-    They are those of Gymnasium if the machine says how to vectorize them, or if there is no form of
-    the task as tensors.
-    """
-    if config.env_id is None:
-        return "cart"
-    if machine.vectorization is not None or task_of(config.env_id) is None:
-        return "gymnasium"
-    return "task"
-
-
-def sizes_of(config: Config, environment: str) -> tuple[int, int]:
-    """How many features an observation has, and dimensions a continuous action (0 if discrete)."""
-    if environment == "gymnasium":
-        env = interface_of(config.env_id)
-        is_continuous = not isinstance(env.actions, int)
-    else:
-        # A task may set its sizes only when it is made.
-        if environment == "task":
-            env = task_of(config.env_id)(1, device="cpu", seed=config.seed, purpose="starts")
-        else:
-            env = make_cart(config, 1, config.start_noise, "cpu", config.seed)
-        is_continuous = env.distribution is Gaussian
-    low, _ = env.bounds
-    return len(low), env.num_actions if is_continuous else 0
-
-
-def normalizes_observations(config: Config) -> bool:
-    """Whether the network standardizes observations.
-
-    If the config leaves it open, it does so where this package has no tensor form of the task.
-    """
-    if config.normalize_obs is None:
-        return config.env_id is not None and task_of(config.env_id) is None
-    return config.normalize_obs
-
-
-def clips_by_learner(config: Config) -> bool:
-    """Whether PPO's clip divides by the learner's own policy, because another policy acts.
-
-    Rollouts and the ring then have the learner's log-probabilities (`Rollout.proximal_logp`).
-    """
-    is_wanted = config.clip is not None and config.clip_by == "learner"
-    return is_wanted and not acts_as_it_learns(config)
 
 
 def reuses_forward(config: Config, machine: Machine, num_envs: int) -> bool:

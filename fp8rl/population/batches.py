@@ -9,14 +9,13 @@ import dataclasses
 from collections.abc import Iterable
 
 from ..config import Config
-from ..distribution import Gaussian
-from ..env import Cart
 from ..machine import hardware
-from ..machine.matmul_rounding import matmuls_of, roundings_of_network
-from ..machine.plan import bytes_at_work, clips_by_learner, environment_of
+from ..machine.matmul_rounding import clips_by_learner, matmuls_of, roundings_of_network
+from ..machine.plan import bytes_at_work
+from ..model import shapes_of
 from ..precision import Precision
 from ..replay.ring import ring_bytes
-from ..tasks.by_id import task_of
+from ..tasks.environments import Sizes, environment_of, sizes_of
 
 # The fields of Config in which the agents of a population may differ.
 FREE = (
@@ -85,21 +84,24 @@ def require_one_population(configs: list[Config], device, at_once: int = 1) -> N
     """
     if not configs:
         raise ValueError("configs is empty: give at least one")
-    common = shared(configs[0])
     for config in configs:
         if reason := obstacle(config):
             raise ValueError(reason)
-        for field in ("precision", "collect_precision"):
-            Precision(getattr(config, field) or config.precision, device, field)
-            matmuls = matmuls_of(config, acting=field == "collect_precision")
-            roundings_of_network(matmuls, shapes_of(config), field)
+    common = shared(configs[0])
+    sizes = sizes_of(common, environment_of(common))
+    for config in configs:
+        learner, actor = matmuls_of(config)
+        shapes = shapes_of(config, sizes.features, sizes.num_actions)
+        for field, matmuls in (("precision", learner), ("collect_precision", actor)):
+            Precision(matmuls.precision, device, field)
+            roundings_of_network(matmuls, shapes, field)
         for name, value in vars(shared(config)).items():
             if value != getattr(common, name):
                 beside = f"{getattr(config, name)} beside {getattr(common, name)}"
                 raise ValueError(f"{name} is {beside}: use another population for it")
     agents = len(configs)
     free = hardware.available(device) // at_once
-    bytes_each = max(bytes_per_agent(config) for config in configs)
+    bytes_each = max(bytes_per_agent(config, sizes) for config in configs)
     if agents * bytes_each > free:
         need = f"needs about {agents * bytes_each / 1e9:.1f} GB"
         have = f"{free / 1e9:.1f} GB are free for it on {device}"
@@ -108,35 +110,17 @@ def require_one_population(configs: list[Config], device, at_once: int = 1) -> N
         raise MemoryError(f"population of {agents} agents {need} and {have}: {remedy}")
 
 
-def shapes_of(config: Config) -> list[tuple[int, int]]:
-    """Shapes of an agent's weights. The last two are those of the heads of actor and critic.
-
-    The shapes may be others for a task that sets its bounds or actions only when it is made.
-    """
-    task = task_of(config.env_id)
-    width = config.hidden_size
-    if task:
-        low, _ = task.bounds
-        features = len(low)
-    else:
-        features = 2 - config.hide_velocity + config.extra_features
-    encoder = [(width, features), *[(width, width)] * (config.layers - 1)]
-    return [*encoder, ((task or Cart).num_actions, width), (1, width)]
-
-
-def bytes_per_agent(config: Config) -> int:
+def bytes_per_agent(config: Config, sizes: Sizes) -> int:
     """Bytes that an agent of a population takes: an estimate.
 
     It counts the agent's ring, twelve tensors as large as its parameters, and a rollout or batch,
     which has rounded copies in low precision.
     """
-    task = task_of(config.env_id) or Cart
-    shapes = shapes_of(config)
-    action_size = task.num_actions if task.distribution is Gaussian else 0
+    shapes = shapes_of(config, sizes.features, sizes.num_actions)
     parameters = sum(outputs * (inputs + 1) for outputs, inputs in shapes)
-    _, features = shapes[0]
-    ring_settings = (config.rows, config.num_envs, features, config.codec, action_size)
-    ring = ring_bytes(*ring_settings, proximal=clips_by_learner(config))
+    observations = (config.rows, config.num_envs, sizes.features, config.codec)
+    proximal = clips_by_learner(config, *matmuls_of(config))
+    ring = ring_bytes(*observations, sizes.action_size, proximal)
     precisions = {config.precision, config.collect_precision or "fp32"}
     is_rounded = precisions != {"fp32"} or config.formats
     at_work = bytes_at_work(config, copies=4 if is_rounded else 2)

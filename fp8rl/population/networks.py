@@ -113,7 +113,8 @@ class Agents(nn.Module):
         self, configs: list[Config], acting: bool = False, most: int | None = None
     ) -> list[Part]:
         """Splits the agents into parts of at most `most` agents, for learning or for acting."""
-        matmuls = [matmuls_of(config, acting) for config in configs]
+        pairs = [matmuls_of(config) for config in configs]
+        matmuls = [actor if acting else learner for learner, actor in pairs]
         *encoder, (_, width) = self.shapes
         shapes = [*encoder, (self.num_actions, width), (1, width)]
         return [

@@ -26,9 +26,9 @@ from ..config import Config
 from ..distribution import Gaussian
 from ..env import TensorEnv
 from ..evaluate import START_NOISE, Evaluator, evaluate
-from ..history import History
+from ..history import History, columns_of
 from ..losses import LossCoefficients, Targets, vtrace_fast
-from ..machine.plan import clips_by_learner
+from ..machine.matmul_rounding import clips_by_learner, matmuls_of
 from ..model import make_network
 from ..precision import PRECISIONS
 from ..replay.ring import ReplayBuffer
@@ -73,7 +73,6 @@ def agents_with_format(places: list[Places], name: str) -> list[tuple[slice, Pla
 
 def environments(
     make_env: Callable,
-    config: Config,
     num_envs: int,
     start_noise: list[float],
     seeds: torch.Tensor,
@@ -81,12 +80,12 @@ def environments(
 ) -> TensorEnv:
     """Makes `num_envs` environments for each of S agents, one agent after the other.
 
-    `start_noise` and `seeds` have a number for each agent. `make_env` has the arguments of
-    `train.make_cart`.
+    `start_noise` and `seeds` have a number for each agent. `make_env` makes environments of the
+    agents' config (`tasks.environments.env_maker`).
     """
     noise = torch.tensor(start_noise, dtype=torch.float32, device=seeds.device)
     noise = noise.repeat_interleave(num_envs)
-    return make_env(config, len(seeds) * num_envs, noise, seeds.device, seeds, purpose)
+    return make_env(len(seeds) * num_envs, noise, seeds.device, seeds, purpose)
 
 
 class PopulationRing(ReplayBuffer):
@@ -183,8 +182,7 @@ class PopulationEvaluator(Evaluator):
         agents = len(learned.theta)
         seeds = torch.zeros(agents, dtype=torch.int64, device=self.precision.device)
         env = self.make_env(
-            self.config,
-            self.config.eval_episodes,
+            self.episodes,
             [START_NOISE] * agents,
             seeds,
             "evaluation starts",
@@ -236,8 +234,7 @@ class PopulationHistory(History):
         return state | {"failures": [*self.failures]}
 
     def load_state_dict(self, state: dict) -> None:
-        columns = {name: x for name, x in state.items() if name != "failures"}
-        self.columns = {name: [*x.numpy()] for name, x in columns.items()}
+        self.columns = {name: [*x.numpy()] for name, x in columns_of(state).items()}
         self.failures = [*state.get("failures", self.failures)]
 
 
@@ -246,7 +243,7 @@ class Population(Run):
 
     `configs`   configs of the agents, which may differ in the fields of batches.FREE
     `settled`   the same configs, settled for their task
-    `make_env`  makes environments, with the arguments of `train.make_cart`
+    `make_env`  makes environments (`tasks.environments.env_maker`)
 
     If an agent can no longer learn, the run goes on. The agent takes no more steps, is evaluated as
     it is, and its history says why.
@@ -260,7 +257,7 @@ class Population(Run):
         seeds = torch.tensor([config.seed for config in configs], device=device)
         start_noise = [config.start_noise for config in configs]
         make_envs = functools.partial(environments, make_env)
-        env = make_envs(common, common.num_envs, start_noise, seeds)
+        env = make_envs(common.num_envs, start_noise, seeds)
         models = [make_network(config, env) for config in configs]
         model = Agents(models, configs, device)
         places = [places_of(config.formats) for config in configs]
@@ -278,10 +275,10 @@ class Population(Run):
         collector = Collector(env, model, scales, common.rollout_length, seeds)
         action_size = env.num_actions if env.distribution is Gaussian else 0
         ring_settings = (common.rows, env.num_envs, env.bounds, common.codec, device, action_size)
-        clips_apart = [clips_by_learner(config) for config in configs]
+        clips_apart = [clips_by_learner(config, *matmuls_of(config)) for config in configs]
         self.clips_apart = torch.tensor(clips_apart, device=device).unsqueeze(1)  # [S, 1]
         ring = PopulationRing(places, *ring_settings, proximal=any(clips_apart))
-        evaluator = PopulationEvaluator(common, scales.exact, make_envs)
+        evaluator = PopulationEvaluator(common.eval_episodes, scales.exact, make_envs)
         super().__init__(common, Parts(collector, learner, evaluator, ring))
         self.recorded = PopulationHistory(self.agents)
         self.returns = EpisodeReturns((self.agents, common.num_envs), device)
@@ -327,27 +324,13 @@ class Population(Run):
             row = row | {"learning_rate": learning_rate.squeeze(1).numpy()}
         super().record(row, measurements, numbers.reshape(-1, self.agents), seconds)
 
-    def rollout_extremes(self, rollout: Rollout) -> torch.Tensor:
-        """Like `rollout.extremes`, for each agent: float32 [S, 5]."""
-
-        def of_agents(x: torch.Tensor) -> torch.Tensor:
-            return x.unflatten(1, (self.agents, -1)).transpose(0, 1).reshape(self.agents, -1)
-
-        lowest_obs, highest_obs = of_agents(rollout.obs).aminmax(dim=1)
-        lowest_reward, highest_reward = of_agents(rollout.reward).aminmax(dim=1)
-        nan_action = torch.zeros_like(lowest_obs)
-        if rollout.action.is_floating_point():
-            nan_action = of_agents(rollout.action).isnan().any(1).float()
-        numbers = (lowest_obs, highest_obs, lowest_reward, highest_reward, nan_action)
-        return torch.stack(numbers, dim=1)
-
-    def check_extremes(self, numbers: np.ndarray) -> None:
+    def check_rollout(self, rollout_extremes: np.ndarray) -> None:
         """Stops the agents whose rollouts nothing can be learned from."""
-        lowest, highest = numbers.min(0), numbers.max(0)
+        lowest, highest = rollout_extremes.min(0), rollout_extremes.max(0)
         with contextlib.suppress(ValueError):  # all agents at once first, which is faster
             check_extremes([lowest[0], highest[1], lowest[2], highest[3], highest[4]])
             return
-        for agent, of_agent in enumerate(numbers.tolist()):
+        for agent, of_agent in enumerate(rollout_extremes.tolist()):
             try:
                 check_extremes(of_agent)
             except ValueError as error:

@@ -23,6 +23,8 @@ from ..tasks.gymnasium_env import interface_of
 from .statistics import bootstrap_interval, iqm
 
 THRESHOLD = float(gymnasium.spec("fp8rl/CustomEnv-v0").reward_threshold)  # the cart's
+# An arm passes if its seeds do, and if the interval of its difference to the first arm is within
+# this of 0.
 MARGIN = 2.0
 FEWEST = 5  # seeds, for an interval and a verdict
 
@@ -52,16 +54,11 @@ class Comparison:
     # The return that every seed should end at; None is the reward threshold that Gymnasium's
     # registration of the task names.
     threshold: float | None = None
-    # An arm passes if its seeds do, and if the interval of its difference to the first arm is
-    # within this of 0.
-    margin: float = MARGIN
 
     def __post_init__(self):
         for name, value in {"seeds": self.seeds, "precisions": len(self.precisions)}.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}: use at least 1")
-        if not 0 <= self.margin < math.inf:
-            raise ValueError(f"margin is {self.margin}: use a finite number, 0 or more")
         if not math.isfinite(self.threshold or 0):
             raise ValueError(f"threshold is {self.threshold}: use a finite number")
         for name in self.precisions:
@@ -78,16 +75,12 @@ class Comparison:
                 for seed in range(first, first + self.seeds)
             ]
 
-        acting, arms = (
-            self.collect_precision,
-            {name: runs(precision=name) for name in self.precisions},
-        )
-        if acting:
-            others = [name for name in self.precisions if name != acting]
-            arms |= {
-                f"{name} acting in {acting}": runs(precision=name, collect_precision=acting)
-                for name in others
-            }
+        arms = {name: runs(precision=name) for name in self.precisions}
+        acting = self.collect_precision
+        for name in self.precisions:
+            if acting and name != acting:
+                arm = f"{name} acting in {acting}"
+                arms[arm] = runs(precision=name, collect_precision=acting)
         if self.controls:
             first = self.precisions[0]
             arms[f"control: {first}, other seeds"] = runs(
@@ -198,7 +191,7 @@ def summarize(
 
 def mean_train_return(history: History) -> float:
     """The mean return of a run's training episodes, or NaN if there is none."""
-    returns = history.column("train_return") if "train_return" in history.columns else np.empty(0)
+    returns = history.column("train_return")
     returns = returns[~np.isnan(returns)]
     return float(returns.mean()) if len(returns) else math.nan
 
@@ -249,54 +242,55 @@ def scores(results: list[dict], column: str) -> dict[str, np.ndarray]:
     }
 
 
-def table(
-    results: list[dict], arms: list[str], threshold: float = THRESHOLD, margin: float = MARGIN
-) -> str:
+def table(results: list[dict], arms: list[str], threshold: float = THRESHOLD) -> str:
     """Markdown table of a study: interquartile means with 95% bootstrap intervals, and the paired
     difference to the first arm (seed by seed). An arm passes when every seed ends at the threshold
-    or above it and the difference's interval lies within +-margin; with fewer than FEWEST seeds
+    or above it and the difference's interval lies within +-MARGIN; with fewer than FEWEST seeds
     there is no interval and no verdict. A seed that failed counts as minus infinity.
 
     Final returns are of greedy episodes. On the cart these are nearly the best possible as soon as
     the sign of the push is right. The last two columns are of the episodes of training, whose
     actions are sampled, and tell more."""
-    final, first = scores(results, "final_return"), scores(results, "first_step_at_threshold")
-    seeds, trained = scores(results, "seed"), scores(results, "train_return")
-    heads = (
-        f"final return, IQM [95%] | lowest seed | seeds at {threshold:g} | minus {arms[0]}, "
-        "IQM [95%] | verdict"
-    )
-    heads += f" | first at {threshold:g}, median steps | return while training, IQM [95%]"
-    lines = [f"| arm | {heads} | minus {arms[0]}, IQM [95%] |", f"|{' --- |' * 9}"]
+    final = scores(results, "final_return")
+    first = scores(results, "first_step_at_threshold")
+    seeds = scores(results, "seed")
+    trained = scores(results, "train_return")
+    baseline = arms[0]
+    heads = [
+        "arm",
+        "final return, IQM [95%]",
+        "lowest seed",
+        f"seeds at {threshold:g}",
+        f"minus {baseline}, IQM [95%]",
+        "verdict",
+        f"first at {threshold:g}, median steps",
+        "return while training, IQM [95%]",
+        f"minus {baseline}, IQM [95%]",
+    ]
+    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for name in arms:
-        values, failed = (
-            final[name],
-            sum(bool(row.get("failure")) for row in results if row["arm"] == name),
-        )
+        values = final[name]
         with np.errstate(invalid="ignore"):  # of two seeds that failed
-            difference = np.nan_to_num(
-                values - final[arms[0]], nan=0.0, neginf=-np.inf, posinf=np.inf
-            )
-        passes = (
-            values.min() >= threshold and np.abs(bootstrap_interval(difference)).max() <= margin
-        )
-        verdict = (
-            f"fewer than {FEWEST} seeds" if len(values) < FEWEST else "pass" if passes else "fail"
-        )
-        reached = f"{(values >= threshold).sum()} of {len(values)}" + (
-            f", {failed} failed" if failed else ""
-        )
-        minus = "" if name == arms[0] else with_interval(difference, signed=True)
-        lowest = f"{values.min():.2f} (seed {seeds[name][values.argmin()]})"
+            difference = values - final[baseline]
+        difference = np.nan_to_num(difference, nan=0.0, neginf=-np.inf, posinf=np.inf)
+        failed = sum(bool(row.get("failure")) for row in results if row["arm"] == name)
+        reached = f"{(values >= threshold).sum()} of {len(values)}"
+        if failed:
+            reached += f", {failed} failed"
+        if len(values) < FEWEST:
+            verdict = f"fewer than {FEWEST} seeds"
+        else:
+            is_close = np.abs(bootstrap_interval(difference)).max() <= MARGIN
+            verdict = "pass" if values.min() >= threshold and is_close else "fail"
         cells = (
             name,
             with_interval(values),
-            lowest,
+            f"{values.min():.2f} (seed {seeds[name][values.argmin()]})",
             reached,
-            minus,
+            "" if name == baseline else with_interval(difference, signed=True),
             verdict,
             median_of(first[name], ",.0f"),
-            *while_training(trained[name], trained[arms[0]], is_first=name == arms[0]),
+            *while_training(trained[name], trained[baseline], is_first=name == baseline),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -323,7 +317,9 @@ def median_of(values: np.ndarray, form: str) -> str:
 def with_interval(values: np.ndarray, signed: bool = False) -> str:
     """An interquartile mean as text, with its 95% bootstrap interval if there are FEWEST seeds or
     more."""
-    form, (low, high) = "+.2f" if signed else ".2f", bootstrap_interval(values)
-    return f"{iqm(values):{form}}" + (
-        f" [{low:{form}}, {high:{form}}]" if len(values) >= FEWEST else ""
-    )
+    form = "+.2f" if signed else ".2f"
+    text = f"{iqm(values):{form}}"
+    if len(values) < FEWEST:
+        return text
+    low, high = bootstrap_interval(values)
+    return f"{text} [{low:{form}}, {high:{form}}]"

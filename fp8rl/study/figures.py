@@ -37,18 +37,16 @@ def styles(names: Iterable[str]) -> list[dict]:
     return [style or next(others) for style in fixed]
 
 
-def references(ax: Axes, names: bool = True) -> Axes:
+def references(ax: Axes) -> Axes:
     """Draws the cart's reference returns, and scales the vertical axis for returns.
 
-    With `names`, their names stand to the right of the axes.
+    Their names stand to the right of the axes.
     """
+    at = {"xycoords": ("axes fraction", "data"), "ha": "left", "va": "center"}
+    look = {"fontsize": 7, "color": "#666666", "annotation_clip": False}
     for name, value in REFERENCES.items():
         ax.axhline(value, color="#888888", linewidth=0.8, zorder=0)
-        if names:
-            at = {"xycoords": ("axes fraction", "data"), "ha": "left", "va": "center"}
-            ax.annotate(
-                name, (1.01, value), fontsize=7, color="#666666", annotation_clip=False, **at
-            )
+        ax.annotate(name, (1.01, value), **at, **look)
     ax.set(ylim=(0, 215), ylabel="return of an episode")
     return ax
 
@@ -74,7 +72,9 @@ def learning_curves(
     """
     for style, (name, (steps, returns)) in zip(styles(curves), curves.items(), strict=True):
         returns = np.atleast_2d(returns)
-        _central(ax, name, steps, returns, style)
+        central = iqm(returns, axis=0)
+        every = max(1, len(steps) // 20)
+        ax.plot(steps, central, label=name, markersize=4, markevery=every, **style)
         ax.fill_between(
             steps,
             *percentiles(returns, [10, 90], axis=0),
@@ -94,7 +94,7 @@ BELOW = {
     "loss": "loss",
     "entropy": "entropy of the policy, nats",
     "k3": "KL from older policies, nats",
-    "clipped_share": "share of steps clipped",
+    "clip_fraction": "share of steps clipped",
 }
 
 
@@ -260,38 +260,6 @@ def zoom(ax: Axes, final: dict[str, np.ndarray], threshold: float) -> Axes:
             at = {"textcoords": "offset points", "va": "center"}
             ax.annotate(f"← {iqm(values):.1f}", (low, row), (3, 0), **at)
     return ax
-
-
-def panels(
-    axes: Sequence[Axes], curves: dict[str, tuple[np.ndarray, np.ndarray]], marks: bool = True
-) -> Sequence[Axes]:
-    """Like `learning_curves`, but with a panel for each name, and a thin line for each seed.
-
-    The panels go from left to right and share their axes.
-    """
-    for ax, style, (name, (steps, returns)) in zip(
-        axes, styles(curves), curves.items(), strict=False
-    ):
-        returns = np.atleast_2d(returns)
-        ax.plot(steps, returns.T, color=style["color"], linewidth=0.7, alpha=0.35)
-        _central(ax, name, steps, returns, {**style, "linestyle": "-"})
-        steps_axis(references(ax, names=ax is axes[-1]) if marks else ax, ticks=3).set_title(
-            name, fontsize=10
-        )
-        ax.label_outer()
-    axes[0].set_xlim(left=0)  # for all panels, because they share the axis
-    return axes
-
-
-def _central(ax: Axes, name: str, steps: np.ndarray, returns: np.ndarray, style: dict) -> None:
-    ax.plot(
-        steps,
-        iqm(returns, axis=0),
-        label=name,
-        markersize=4,
-        markevery=max(1, len(steps) // 20),
-        **style,
-    )
 
 
 def series(

@@ -48,6 +48,7 @@ from ..config import Config
 from ..disk.safe_files import write_whole
 from ..history import History
 from ..machine.hardware import cores, keep_freed_memory
+from ..machine.plan import plan_run
 from ..population.batches import batches, obstacle, require_one_population
 from ..tasks.gymnasium_env import EnvironmentFailed, children_ignore_interrupts
 from .batch_file import BatchFile, Keeping, Stopped, batch_file, train_until
@@ -73,7 +74,6 @@ def run_all(
     progress: bool = True,
     run: Callable[[Config], History] | None = None,
     done: Container[Config] = (),
-    threshold: float = THRESHOLD,
 ) -> Iterator[tuple[Config, History]]:
     """Trains configs in parallel, yielding each with its history as they finish (in any order).
 
@@ -81,13 +81,14 @@ def run_all(
     core of this machine. The numbers of an agent depend on it (see above).
     `run`: what a worker does with each config alone; None trains them together, as populations,
     where that can be. Another executor than this machine's must be able to pickle it.
-    `executor`, `progress`, `done` and `threshold` are those of `run_batches`, and so is what it
-    raises."""
-    for reason in {} if run else dict.fromkeys(filter(None, map(obstacle, configs))):
-        warnings.warn(reason.replace("train it alone", "trained alone"), stacklevel=2)
+    `executor`, `progress` and `done` are those of `run_batches`, and so is what it raises.
+    """
+    if run is None:
+        for reason in dict.fromkeys(filter(None, map(obstacle, configs))):
+            warnings.warn(reason.replace("train it alone", "trained alone"), stacklevel=2)
     workers = workers or cores()
     tasks = split(configs, workers, run)
-    yield from run_batches(tasks, executor, workers, progress, done, threshold)
+    yield from run_batches(tasks, executor, workers, progress, done)
 
 
 def run_batches(
@@ -304,39 +305,36 @@ def require(tasks: list[Batch], workers: int | None = None, at_once: int | None 
     for batch in populations:
         require_one_population(batch, "cpu", at_once)
     for config in dict.fromkeys(replace(config, seed=0) for each, (config, *_) in tasks if each):
-        build(config).close()
+        plan_run(config)
 
 
 def split(configs: list[Config], workers: int, each: Callable | None) -> list[Batch]:
-    """The batches that workers train: single runs with `each`, or populations (None). These are
-    split over the workers, so that all finish together. Of populations that take equally long, as
-    many as give every worker the same number stay whole, because two halves take longer than a
-    whole."""
-    single = configs if each else [config for config in configs if obstacle(config)]
-    dealt = (
-        []
-        if each
-        else batches([config for config in configs if not obstacle(config)], AGENTS * workers)
-    )
+    """The batches that workers train: single runs with `each`, or populations (None).
+
+    Populations are split over the workers, so that all finish together. Of populations that take
+    equally long, as many as give every worker the same number stay whole, because two halves take
+    longer than a whole.
+    """
+    if each:
+        return [(each, [config]) for config in configs]
+    single = [config for config in configs if obstacle(config)]
+    dealt = batches([config for config in configs if not obstacle(config)], AGENTS * workers)
     alike: dict[tuple, list[list[Config]]] = {}
     for batch in dealt:
         length = batch[0].iterations, batch[0].steps_per_iteration, batch[0].updates
         alike.setdefault((len(batch), *length), []).append(batch)
-    whole = [
-        b
-        for (size, *_), like in alike.items()
-        if size <= AGENTS
-        for b in like[: len(like) // workers * workers]
-    ]
+    whole: list[list[Config]] = []
+    for (size, *_), like in alike.items():
+        if size <= AGENTS:
+            whole += like[: len(like) // workers * workers]
     parts = [
         batch[i::workers]
         for batch in dealt
         if batch not in whole
         for i in range(min(workers, len(batch)))
     ]
-    return [(None, batch) for batch in whole + parts] + [
-        (each or run, [config]) for config in single
-    ]
+    populations = [(None, batch) for batch in whole + parts]
+    return populations + [(run, [config]) for config in single]
 
 
 # What a worker does.
