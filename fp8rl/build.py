@@ -134,10 +134,7 @@ def resume(run: Run, state: dict, new_episodes: bool) -> None:
 
 def low_bit_optimizer(settled: Config, model: ActorCritic, seed: int) -> LowBitAdam:
     """An optimizer that keeps weights and moments in the config's formats."""
-    places = places_of(settled.formats)
-    formats = {
-        name: str(form) if form.stochastic else f"{form}:nearest" for name, form in places.items()
-    }
+    formats = places_of(settled.formats)
     parameters = parameters_in_order(model).items()
     noise = rng.rounding_noise(seed)
     optimizer = LowBitAdam(parameters, settled.learning_rate, eps=ADAM_EPS, noise=noise, **formats)

@@ -11,7 +11,8 @@ import torch
 from helpers import SIZED, after, refused, resumed, run_cli, small, trained
 from torch import nn
 
-from fp8rl.bits.low_bit_adam import PackedParameter, unpack
+from fp8rl.bits.packed_tensors import unpack
+from fp8rl.bits.packed_weights import PackedParameter
 from fp8rl.build import build, build_population
 from fp8rl.config import EIGHT_BIT
 from fp8rl.disk import checkpoint
@@ -34,6 +35,7 @@ SMALL |= {"eval_episodes": 2, "capacity": 1000}
 def stored(run: Run, name: str) -> list:
     """Codes and scales of each tensor."""
     optimizer = run.learner.optimizer
+    name = optimizer.second(optimizer.parameters[0]) if name == "v" else name
     return [optimizer.stored(p, name) for p in optimizer.parameters]
 
 

@@ -42,7 +42,7 @@ STEP |= {
 def test_bad_places_are_refused():
     for text, message in (
         ("w=e4m3", "formats has the place 'w': choose from forward, backward"),
-        ("v", "formats has 'v': format is '': use"),
+        ("v", "formats has 'v=': format is '': use"),
         ("v=e0m3", "formats has 'v=e0m3': format is 'e0m3': use"),
         (
             "v=e4m3:loose",
