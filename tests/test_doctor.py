@@ -738,7 +738,7 @@ def test_an_acting_policy_is_judged_by_its_importance_ratios():
     exact, bf16, coarse = (
         watching.report()[1:] if watching.report()[0].place == "weights" else watching.report()
     )
-    assert (exact.rate, exact.noise) == (1, 0) and exact.is_fine and bf16.is_fine
+    assert (exact.sample_size, exact.divergence) == (1, 0) and exact.is_fine and bf16.is_fine
     form = places_of("forward=e8m0")["forward"]
     low = nn.functional.linear(
         form(obs.reshape(1, -1)).view_as(obs),
@@ -747,10 +747,10 @@ def test_an_acting_policy_is_judged_by_its_importance_ratios():
     # Of the learner to the actor
     log_ratio = logp() - (low + policy.bias).log_softmax(-1).gather(1, actions)
     spread = (log_ratio.exp() + (-log_ratio).exp() - 2).mean().item()
-    assert coarse.rate == pytest.approx(1 / (1 + spread), rel=1e-4)
-    assert coarse.rate == pytest.approx(1 / log_ratio.exp().mean().item(), abs=0.02)
+    assert coarse.sample_size == pytest.approx(1 / (1 + spread), rel=1e-4)
+    assert coarse.sample_size == pytest.approx(1 / log_ratio.exp().mean().item(), abs=0.02)
     assert (
-        coarse.noise == pytest.approx(log_ratio.mean().item(), abs=1e-5)
+        coarse.divergence == pytest.approx(log_ratio.mean().item(), abs=1e-5)
         and coarse.optimizer == "policy"
     )
     watching.stop()
@@ -800,7 +800,8 @@ def test_the_same_actions_are_one_sequence_or_many():
     flat = finding_of(lambda watching: watching.act(lambda: logp().flatten()))
     rows = finding_of(lambda watching: watching.act(logp))
     groups = finding_of(lambda watching: watching.act(lambda: logp().view(8, 8, 32)))
-    assert flat.rate == pytest.approx(rows.rate) == pytest.approx(groups.rate)
+    sizes = [finding.sample_size for finding in (flat, rows, groups)]
+    assert sizes == pytest.approx(3 * [flat.sample_size])
     assert "sequences of 1 are" in flat.why and "sequences of 32 are" in rows.why
     assert groups.why == rows.why
     mask = torch.arange(32).expand(64, -1) < 8
@@ -823,9 +824,10 @@ def test_an_acting_policy_with_dropout_no_actions_or_no_numbers():
     assert watching.report() == []
     before = torch.get_rng_state()
     watching.act(lambda: policy(obs).log_softmax(-1)[:, 0])
-    assert torch.equal(torch.get_rng_state(), before) and watching.report()[0].rate == 1
+    assert torch.equal(torch.get_rng_state(), before) and watching.report()[0].sample_size == 1
     watching.act(lambda: torch.where(policy(obs).isnan(), 0.0, torch.nan)[:, 0])
-    assert watching.report()[0].rate == 0.5 and watching.report()[0].verdict == "too noisy"
+    assert watching.report()[0].sample_size == 0.5
+    assert watching.report()[0].verdict == "too noisy"
     even = torch.tensor(
         [0.5]
     ).log()  # of a policy that is nearly certain, and in few bits a coin flip
@@ -835,7 +837,8 @@ def test_an_acting_policy_with_dropout_no_actions_or_no_numbers():
             0 * layer(obs)[:, 0] + (even if torch.overrides._get_current_function_mode() else 0.0)
         )
     )
-    assert coin.report()[0].rate == pytest.approx(0.5) and coin.report()[0].verdict == "too noisy"
+    assert coin.report()[0].sample_size == pytest.approx(0.5)
+    assert coin.report()[0].verdict == "too noisy"
 
 
 def test_the_effective_sample_size_is_that_of_the_actions_that_few_bits_take():
