@@ -67,7 +67,7 @@ class PlaceFormat(NamedTuple):
     @classmethod
     def of(cls, text: str) -> "PlaceFormat":
         """The format and words in a text such as "e4m3:unscaled"."""
-        return cls.of_entry(read_entry("m", text))
+        return cls.of_entry(read_entry("m", text))  # a place that may have every word
 
     @classmethod
     def of_entry(cls, entry: Entry) -> "PlaceFormat":
