@@ -141,12 +141,9 @@ def low_bit_optimizer(
     places: Places, learning_rate: float, model: ActorCritic, seed: int
 ) -> LowBitAdam:
     """An optimizer that keeps weights and moments in few bits."""
-    formats = {
-        name: str(form) if form.stochastic else f"{form}:nearest" for name, form in places.items()
-    }
     parameters = parameters_in_order(model).items()
     noise = rng.rounding_noise(seed)
-    optimizer = LowBitAdam(parameters, learning_rate, eps=ADAM_EPS, noise=noise, **formats)
+    optimizer = LowBitAdam(parameters, learning_rate, eps=ADAM_EPS, noise=noise, **places)
     # The first rollout is collected by the rounded weights, as in a population. And a checkpoint
     # has all weights in the optimizer's state.
     optimizer.pack_weights()

@@ -632,16 +632,16 @@ def test_an_acting_policy_is_judged_by_its_importance_ratios():
     watching.act(logp)
     assert torch.equal(torch.get_rng_state(), generator)
     exact, bf16, coarse = watching.report()
-    assert (exact.rate, exact.noise) == (1, 0) and exact.is_fine and bf16.is_fine
+    assert (exact.sample_size, exact.divergence) == (1, 0) and exact.is_fine and bf16.is_fine
     form = places_of("forward=e8m0")["forward"]
     low_obs = form(obs.reshape(1, -1)).view_as(obs)
     low_weight = form(policy.weight.detach().reshape(1, -1)).view(3, 4)
     low = (nn.functional.linear(low_obs, low_weight) + policy.bias).log_softmax(-1)
     log_ratio = logp() - low.gather(1, actions)  # of the learner to the actor
     spread = (log_ratio.exp() + (-log_ratio).exp() - 2).mean().item()
-    assert coarse.rate == pytest.approx(1 / (1 + spread), rel=1e-4)
-    assert coarse.rate == pytest.approx(1 / log_ratio.exp().mean().item(), abs=0.02)
-    assert coarse.noise == pytest.approx(log_ratio.mean().item(), abs=1e-5)
+    assert coarse.sample_size == pytest.approx(1 / (1 + spread), rel=1e-4)
+    assert coarse.sample_size == pytest.approx(1 / log_ratio.exp().mean().item(), abs=0.02)
+    assert coarse.divergence == pytest.approx(log_ratio.mean().item(), abs=1e-5)
     watching.stop()
     watching.act(logp)
     assert len(watching.looks_at_acting) == 1
@@ -681,7 +681,8 @@ def test_the_same_actions_are_one_sequence_or_many():
     flat = finding_of(lambda: logp().flatten())
     rows = finding_of(logp)
     groups = finding_of(lambda: logp().view(8, 8, 32))
-    assert flat.rate == pytest.approx(rows.rate) == pytest.approx(groups.rate)
+    assert flat.sample_size == pytest.approx(rows.sample_size)
+    assert flat.sample_size == pytest.approx(groups.sample_size)
     assert "sequences of 1 are" in flat.why and "sequences of 32 are" in rows.why
     assert groups.why == rows.why
     mask = torch.arange(32).expand(64, -1) < 8
@@ -697,9 +698,10 @@ def test_an_acting_policy_with_dropout_no_actions_or_no_numbers():
     watching.act(lambda: policy(obs[:0]))
     assert watching.report() == []
     watching.act(lambda: policy(obs).log_softmax(-1)[:, 0])
-    assert watching.report()[0].rate == 1  # the same units are dropped
+    assert watching.report()[0].sample_size == 1  # the same units are dropped
     watching.act(lambda: torch.where(policy(obs).isnan(), 0.0, torch.nan)[:, 0])
-    assert watching.report()[0].rate == 0.5 and watching.report()[0].verdict == "too noisy"
+    assert watching.report()[0].sample_size == 0.5
+    assert watching.report()[0].verdict == "too noisy"
 
 
 def test_a_policy_that_is_nearly_certain_and_in_few_bits_a_coin_flip():
@@ -711,7 +713,10 @@ def test_a_policy_that_is_nearly_certain_and_in_few_bits_a_coin_flip():
 
     coin = Doctor(adam(layer), formats=["acting=e8m0"])
     coin.act(logp)
-    assert coin.report()[0].rate == pytest.approx(0.5) and coin.report()[0].verdict == "too noisy"
+    assert (
+        coin.report()[0].sample_size == pytest.approx(0.5)
+        and coin.report()[0].verdict == "too noisy"
+    )
 
 
 # Which optimizers and trainings are judged

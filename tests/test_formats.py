@@ -4,9 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import refused
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.bits.formats import DTYPES, Format, format_of, rounded, scaled
@@ -36,6 +35,7 @@ rows = st.integers(1, 20).flatmap(
 )
 noises = st.one_of(st.just(0.0), st.just(1 - 2**-24), st.floats(0, 1, width=32, exclude_max=True))
 sizes = st.none() | st.integers(1, 24)
+FEW = settings(max_examples=40)
 
 
 def assert_same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -67,49 +67,38 @@ def half_step(x: torch.Tensor, to: Format) -> torch.Tensor:
 @pytest.mark.parametrize("name", IN_ML_DTYPES)
 def test_table_holds_all_codes_of_one_sign(name):
     to, dtype = format_of(name), np.dtype(IN_ML_DTYPES[name])
-    codes = (
-        np.arange(2 ** (to.exponent + to.mantissa), dtype=f"uint{8 * dtype.itemsize}")
-        .view(dtype)
-        .astype(np.float32)
-    )
+    codes = np.arange(2 ** (to.exponent + to.mantissa), dtype=f"uint{8 * dtype.itemsize}")
+    codes = codes.view(dtype).astype(np.float32)
     codes = torch.from_numpy(codes[np.isfinite(codes)])
     assert_same_bits(to.numbers(), codes)
     assert to.largest == codes[-1]
+    if name in DTYPES:
+        limits = torch.finfo(DTYPES[name])
+        assert to.largest == limits.max and 2.0**to.normal == limits.smallest_normal
 
 
-@pytest.mark.parametrize("name", DTYPES)
-def test_limits_are_those_of_torch(name):
-    to, limits = format_of(name), torch.finfo(DTYPES[name])
-    assert to.largest == limits.max and 2.0**to.normal == limits.smallest_normal
-    assert to.numbers()[1] == limits.smallest_normal * limits.eps
+def test_every_number_rounds_to_itself():
+    for to in (*SMALL, *map(format_of, DTYPES)):
+        table = to.numbers()
+        assert (table.diff() > 0).all() and table[0] == 0 and table[-1] == to.largest, to
+        assert_same_bits(rounded(table, to), table)
+        assert_same_bits(rounded(-table, to), -table)
 
 
-@pytest.mark.parametrize("to", [*SMALL, *map(format_of, DTYPES)], ids=lambda to: to.name)
-def test_every_number_rounds_to_itself(to):
-    table = to.numbers()
-    assert (table.diff() > 0).all() and table[0] == 0 and table[-1] == to.largest
-    assert_same_bits(rounded(table, to), table)
-    assert_same_bits(rounded(-table, to), -table)
+def test_names():
+    names = {"fp32": "e8m23", "bf16": "e8m7", "fp16": "e5m10", "e1m0": "e1m0"}
+    assert {name: format_of(name).name for name in names} == names
 
 
-@pytest.mark.parametrize(
-    "name, value", [("fp32", "e8m23"), ("bf16", "e8m7"), ("fp16", "e5m10"), ("e1m0", "e1m0")]
-)
-def test_names(name, value):
-    assert format_of(name).name == value
+@pytest.mark.parametrize("name", ["e0m3", "e9m2", "e4m24", "int8", ""])
+def test_what_is_no_format_is_refused(name):
+    refused(f"format is '{name}'", format_of, name)
 
 
-def test_what_is_no_format_or_not_float32_is_refused():
-    for name in ("e0m3", "e9m2", "e4m24", "int8", ""):
-        refused(f"format is '{name}': use fp32, bf16, fp16, or e1m0 to e8m23", format_of, name)
-    for dtype in (torch.float64, torch.bfloat16, torch.int32):
-        refused(
-            f"x is {dtype}: cast it to float32",
-            rounded,
-            torch.ones(2, dtype=dtype),
-            format_of("e4m3"),
-            error=TypeError,
-        )
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32])
+def test_what_is_not_float32_is_refused(dtype):
+    x = torch.ones(2, dtype=dtype)
+    refused(f"x is {dtype}", rounded, x, format_of("e4m3"), error=TypeError)
 
 
 # To the nearest
@@ -131,37 +120,30 @@ def test_rounds_like_torch_and_ml_dtypes(name):
         assert_same_bits(ours[finite], inside.to(DTYPES[name]).float())
 
 
-@pytest.mark.parametrize("to", SMALL, ids=lambda to: to.name)
-def test_rounds_like_a_search_of_the_table(to):
+def test_rounds_like_a_search_of_the_table():
     """Of two numbers that are as near, that with the even code. Without a mantissa the larger one:
     1.5 steps of 2^k are the tie between 2^k and 2^(k+1), and 2 is the even whole number, whatever
     the codes; only the tie between 0 and 2^E, half a step, goes down."""
-    x, table = hard_inputs(to), to.numbers().double()
-    distance = (x.double().abs()[:, None] - table).abs()
-    low = distance.argmin(1)  # the first of two, so the smaller
-    high = (low + 1).clamp(max=len(table) - 1)
-    tie = distance.gather(1, low[:, None]) == distance.gather(1, high[:, None])
-    up = tie.squeeze(1) & (low > 0 if to.mantissa == 0 else low % 2 == 1)
-    assert_same_bits(rounded(x, to), table[torch.where(up, high, low)].float().copysign(x))
-
-
-@given(x=vectors)
-def test_float32_stays_as_it_is(x):
-    assert_same_bits(rounded(x, format_of("fp32")), x)
+    for to in SMALL:
+        x, table = hard_inputs(to), to.numbers().double()
+        distance = (x.double().abs()[:, None] - table).abs()
+        low = distance.argmin(1)  # the first of two, so the smaller
+        high = (low + 1).clamp(max=len(table) - 1)
+        tie = distance.gather(1, low[:, None]) == distance.gather(1, high[:, None])
+        up = tie.squeeze(1) & (low > 0 if to.mantissa == 0 else low % 2 == 1)
+        assert_same_bits(rounded(x, to), table[torch.where(up, high, low)].float().copysign(x))
 
 
 @given(to=formats, x=vectors)
-def test_rounding_is_idempotent_monotone_and_odd(to, x):
+@FEW
+def test_rounding_is_idempotent_monotone_and_odd_and_off_by_at_most_half_a_step(to, x):
     once = rounded(x, to)
     assert_same_bits(rounded(once, to), once)
     assert_same_bits(rounded(-x, to), -once)
     assert (rounded(x.sort().values, to).diff() >= 0).all()
-
-
-@given(to=formats, x=vectors)
-def test_error_is_at_most_half_a_step(to, x):
     inside = x.double().clamp(-to.largest, to.largest)
-    assert ((rounded(x, to).double() - inside).abs() <= half_step(inside, to)).all()
+    assert ((once.double() - inside).abs() <= half_step(inside, to)).all()
+    assert_same_bits(rounded(x, format_of("fp32")), x)
 
 
 def test_strides_do_not_matter_and_the_input_is_kept():
@@ -176,59 +158,52 @@ def test_strides_do_not_matter_and_the_input_is_kept():
 # Stochastically
 
 
-@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e3m2", "e2m1", "e3m0", "bf16", "fp16"])
+@pytest.mark.parametrize("name", ["e4m3", "e3m0", "fp16"])
 def test_mean_of_the_draws_is_the_number(name):
     to, draws = format_of(name), 2_000
     table = to.numbers()
-    x = torch.randn(1_000) * min(to.largest / 2, 10)
+    x = torch.randn(500) * min(to.largest / 2, 10)
     x = x.clamp(-to.largest, to.largest)
-    y = rounded(x.expand(draws, -1), to, torch.rand(draws, 1_000)).double()
+    y = rounded(x.expand(draws, -1), to, torch.rand(draws, 500)).double()
     above = torch.searchsorted(table, x.abs()).clamp(min=1)
     low, high = table[above - 1].double(), table[above].double()
     assert ((y.abs() == low) | (y.abs() == high)).all() and (y * x >= 0).all()
     share = (x.abs() - low) / (high - low)
     deviation = (y.abs().mean(0) - x.abs()).abs() / (high - low)
-    assert (
-        deviation <= 5 * (share * (1 - share) / draws).sqrt() + 1 / draws
-    ).all()  # one draw more, for the rarest events
+    # One draw more, for the rarest events
+    assert (deviation <= 5 * (share * (1 - share) / draws).sqrt() + 1 / draws).all()
 
 
 @given(to=formats, x=vectors, noise=noises, again=noises)
-def test_what_is_rounded_stays_whatever_the_noise(to, x, noise, again):
-    for once in (rounded(x, to), rounded(x, to, torch.full_like(x, noise))):
-        assert torch.equal(rounded(once, to, torch.full_like(x, again)), once)
-
-
-@given(to=formats, x=vectors, noise=noises)
-def test_a_draw_is_off_by_at_most_a_step(to, x, noise):
+@FEW
+def test_a_draw_is_off_by_at_most_a_step_and_stays_whatever_the_noise(to, x, noise, again):
     inside = x.double().clamp(-to.largest, to.largest)
-    assert (
-        (rounded(x, to, torch.full_like(x, noise)).double() - inside).abs()
-        <= 2 * half_step(inside, to)
-    ).all()
+    once = rounded(x, to, torch.full_like(x, noise))
+    assert ((once.double() - inside).abs() <= 2 * half_step(inside, to)).all()
+    for kept in (once, rounded(x, to)):
+        assert torch.equal(rounded(kept, to, torch.full_like(x, again)), kept)
 
 
 # With a scale
 
 
 @given(to=formats, x=rows, size=sizes, power=st.integers(-20, 20))
-def test_a_power_of_two_passes_through_the_scale(to, x, size, power):
-    assert_same_bits(scaled(x * 2.0**power, to, size), scaled(x, to, size) * 2.0**power)
+@FEW
+def test_scaling_is_idempotent_and_a_power_of_two_passes_through(to, x, size, power):
+    once = scaled(x, to, size)
+    assert_same_bits(scaled(once, to, size), once)
+    assert_same_bits(scaled(x * 2.0**power, to, size), once * 2.0**power)
 
 
 @given(to=formats, x=rows)
+@FEW
 def test_a_sum_is_rounded_as_the_quotient_is(to, x):
     scale = power_of_two_scale(x.abs().amax(1, keepdim=True), to.largest)
     assert torch.equal(scaled(x, to), rounded(x / scale, to) * scale)
 
 
-@given(to=formats, x=rows, size=sizes)
-def test_scaling_is_idempotent(to, x, size):
-    once = scaled(x, to, size)
-    assert_same_bits(scaled(once, to, size), once)
-
-
 @given(to=formats, x=rows)
+@FEW
 def test_scaling_saturates_nothing(to, x):
     powers = 2.0 ** torch.arange(0 if to.exponent == 8 else -200, 200).double()
     fits = x.abs().amax(1, keepdim=True) / powers <= to.largest
@@ -238,18 +213,15 @@ def test_scaling_saturates_nothing(to, x):
     assert ((scaled(x, to).double() / scale - units).abs() <= half_step(units, to)).all()
 
 
-@given(to=formats, x=rows, size=st.integers(1, 24))
-def test_blocks_are_rows_of_their_own_and_the_last_one_is_padded(to, x, size):
-    by_hand = torch.cat([scaled(part, to) for part in x.split(size, 1)], 1)
-    assert_same_bits(scaled(x, to, size), by_hand)
-    padded = F.pad(x, (0, -x.shape[1] % size))
-    assert_same_bits(scaled(padded, to, size)[:, : x.shape[1]], by_hand)
-
-
-@given(to=formats, x=rows, size=st.integers(1, 24), seed=st.integers(0, 2**32 - 1))
-def test_noise_is_split_into_blocks_like_the_numbers(to, x, size, seed):
-    noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed))
-    parts = zip(x.split(size, 1), noise.split(size, 1), strict=True)
+@given(to=formats, x=rows, size=st.integers(1, 24), seed=st.none() | st.integers(0, 2**32 - 1))
+@FEW
+def test_blocks_are_rows_of_their_own_with_their_own_noise(to, x, size, seed):
+    noise = None
+    noises = [None] * len(x.split(size, 1))
+    if seed is not None:
+        noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed))
+        noises = noise.split(size, 1)
+    parts = zip(x.split(size, 1), noises, strict=True)
     by_hand = torch.cat([scaled(part, to, noise=its_noise) for part, its_noise in parts], 1)
     assert_same_bits(scaled(x, to, size, noise), by_hand)
 

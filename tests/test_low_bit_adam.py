@@ -13,9 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fp8rl.bits import low_bit_adam
-from fp8rl.bits.low_bit_adam import LowBitAdam, PackedParameter, pack, seeded_noise, unpack
-from fp8rl.bits.places import places_of
-from fp8rl.rng import rounding_noise, uniform
+from fp8rl.bits.low_bit_adam import LowBitAdam, seeded_noise
+from fp8rl.bits.packed_tensors import pack, unpack
+from fp8rl.bits.packed_weights import PackedParameter
+from fp8rl.bits.places import PlaceFormat
+from fp8rl.population.optimizer import Adam
+from fp8rl.rng import rounding_noise
+from fp8rl.train import ADAM_EPS
 
 EIGHT = {"weights": "e4m3:stochastic", "m": "e4m3", "root": "e4m3"}
 WAYS = [
@@ -61,8 +65,9 @@ def same(a, b) -> bool:
     return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, list | tuple) else a == b
 
 
-def stored(optimizer: LowBitAdam, name: str) -> list:
-    return [optimizer.stored(p, name) for p in optimizer.parameters]
+def stored(optimizer: LowBitAdam, name: str) -> list[torch.Tensor]:
+    """What is stored of each parameter, unpacked."""
+    return [unpack(*optimizer.stored(p, name)) for p in optimizer.parameters]
 
 
 def is_packed(module: nn.Module) -> bool:
@@ -73,52 +78,22 @@ def is_filled(module: nn.Module) -> bool:
     return all(type(p) is nn.Parameter for p in module.parameters())
 
 
-def test_without_formats_it_is_torchs_adam():
-    ours, theirs = network(), network()
-    optimizer, plain = (
-        kind(
-            [
-                {"params": x[0].parameters(), "lr": 3e-3, "betas": (0.8, 0.99)},
-                {"params": x[2].parameters()},
-            ],
-            eps=1e-5,
-        )
-        for x, kind in ((ours, LowBitAdam), (theirs, torch.optim.Adam))
-    )
-    assert train(ours, optimizer, 50) == pytest.approx(train(theirs, plain, 50), rel=1e-5)
-    torch.testing.assert_close(
-        list(ours.parameters()), list(theirs.parameters()), rtol=0, atol=1e-6
-    )
-    optimizer.attach(ours)
-    assert is_filled(ours)
-
-
-def twin(
-    theta: torch.Tensor,
-    grads: list[torch.Tensor],
-    sizes: list[int],
-    places,
-    seed: int,
-    lr=2e-3,
-    eps=1e-5,
-):
-    """Weights and moments after Adam's steps of a population of one, on rows [1, P]."""
-    theta, m, v = places.weights(theta, sizes), torch.zeros_like(theta), torch.zeros_like(theta)
-    for n, g in enumerate(grads):
-        count, one = torch.full((1, 1), n + 1.0), torch.ones(1, 1)
-        drawn = (
-            uniform(seed, "rounding", n, (len(places.noisy), theta.shape[1]))
-            if places.noisy
-            else []
-        )
-        noise = {name: row.unsqueeze(0) for name, row in zip(places.noisy, drawn, strict=True)}
-        m, v = m.lerp(g, (1 - 0.9) * one), v.mul(0.999 * one).addcmul(g, g, value=1 - 0.999)
-        size, root = (1 - 0.9**count).reciprocal() * -(lr * one), (1 - 0.999**count).sqrt()
-        (first, m), (second, v) = places.moments(m, v, sizes, noise, (1 - 0.9**count) / root)
-        theta = places.weights(
-            theta.addcdiv(first * size, second.sqrt().div(root).add(eps)), sizes, noise
-        )
-    return theta, m, v
+@pytest.mark.parametrize(
+    "kind, options",
+    [(torch.optim.Adam, {}), (torch.optim.AdamW, {"weight_decay": 0.1, "maximize": True})],
+)
+def test_without_formats_it_is_torchs_adam(kind, options):
+    losses, weights = [], []
+    for make in (LowBitAdam, kind):
+        module = network()
+        groups = [
+            {"params": module[0].parameters(), "lr": 3e-3, "betas": (0.8, 0.99)},
+            {"params": module[2].parameters()},
+        ]
+        losses.append(train(module, make(groups, eps=1e-5, **options), 20))
+        weights.append(row_of(module.parameters()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
 
 
 def row_of(tensors) -> torch.Tensor:
@@ -128,20 +103,26 @@ def row_of(tensors) -> torch.Tensor:
 @pytest.mark.parametrize("formats", WAYS, ids=str)
 def test_steps_are_those_of_a_population_of_one(formats):
     module, seed = network(), 5
-    theta, sizes = row_of(module.parameters()), [p.numel() for p in module.parameters()]
-    grads = [torch.randn(theta.shape) * 10.0 ** -(k % 5) for k in range(12)]
+    sizes = [p.numel() for p in module.parameters()]
+    theta = nn.Parameter(row_of(module.parameters()))
     noise = rounding_noise(seed)
-    optimizer = LowBitAdam(module.parameters(), lr=2e-3, eps=1e-5, noise=noise, **formats)
+    optimizer = LowBitAdam(module.parameters(), lr=2e-3, eps=ADAM_EPS, noise=noise, **formats)
     optimizer.pack_weights()
-    for g in grads:
+    optimizer.attach(module)  # whose step unpacks the weights, here without a forward pass
+    population = Adam(theta, 2e-3, [optimizer.places], sizes, torch.tensor([seed]))
+    for k in range(12):
+        g = torch.randn(theta.shape) * 10.0 ** -(k % 5)
         for p, part in zip(module.parameters(), g.split(sizes, dim=1), strict=True):
             p.grad = part.view(p.shape).clone()
         optimizer.step()
-    theta, m, v = twin(theta, grads, sizes, optimizer.places, seed)
-    assert torch.equal(row_of(module.parameters()), theta)
-    for name, x in {"weights": theta, "m": m, "v": v}.items():
-        found = row_of(unpack(*row) for row in stored(optimizer, name))
-        assert torch.equal(found.square() if name == "v" and "root" in formats else found, x)
+        population.step(g, torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool))
+    second = optimizer.second(next(module.parameters()))
+    v = row_of(stored(optimizer, second))
+    with optimizer.unpacked():
+        assert torch.equal(row_of(module.parameters()), theta)
+    assert torch.equal(row_of(stored(optimizer, "weights")), theta)
+    assert torch.equal(row_of(stored(optimizer, "m")), population.first)
+    assert torch.equal(v.square() if second == "root" else v, population.second)
 
 
 @given(
@@ -153,7 +134,7 @@ def test_steps_are_those_of_a_population_of_one(formats):
     seed=st.integers(0, 1000),
 )
 def test_what_is_stored_is_what_was_rounded(text, shape, size, seed):
-    kept, stream = places_of(f"m={text}")["m"], torch.Generator().manual_seed(seed)
+    kept, stream = PlaceFormat.of(text), torch.Generator().manual_seed(seed)
     x = (
         torch.randn(shape, generator=stream)
         * torch.randn(shape, generator=stream).mul(5).exp()
@@ -178,12 +159,11 @@ def test_a_parameter_that_is_not_contiguous():
     optimizer.attach(convolution)
     convolution(torch.randn(2, 3, 4, 4)).sum().backward()
     optimizer.step()
-    weights = [unpack(*row) for row in stored(optimizer, "weights")]
+    weights = stored(optimizer, "weights")
     assert all(map(torch.equal, weights, copy.deepcopy(convolution).parameters()))
 
 
-@pytest.mark.parametrize("attached", [False, True])
-@pytest.mark.parametrize("formats", WAYS, ids=str)
+@pytest.mark.parametrize("formats, attached", [(WAYS[1], False), *((w, True) for w in WAYS)])
 def test_a_state_continues_bit_for_bit(tmp_path, formats, attached):
     module, other = network(), network()
     optimizer = LowBitAdam(module.parameters(), lr=2e-3, **formats)
@@ -216,12 +196,8 @@ def test_a_state_continues_bit_for_bit(tmp_path, formats, attached):
         lambda state: state.update(formats="weights=e4m3 m=e4m3 root=e4m3"),
         lambda state: state.pop("formats"),
         lambda state: state["state"][1].pop("weights"),
-        lambda state: state["state"][1].pop("step"),
-        lambda state: state["state"][1].pop("m_scale"),
         lambda state: state["state"][1].update(m=state["state"][1]["m"].float()),
         lambda state: state["state"][1].update(m=state["state"][0]["m"]),
-        lambda state: state.update(state=None),
-        lambda state: state.update(param_groups=2 * state["param_groups"]),
         lambda state: state["param_groups"][0]["params"].pop(),
         lambda state: state.update(torch.optim.Adam(network().parameters()).state_dict()),
     ],
@@ -259,19 +235,6 @@ class Agent(nn.Module):
         return self.head(self.body(x))
 
 
-class RecurrentActorCritic(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.cell, self.head = nn.GRUCell(6, 9), nn.Linear(9, 1)
-
-    def forward(self, x):
-        h = None
-        for _ in range(3):
-            h = self.cell(x, h)
-        return self.head(h)
-
-
 def transformer() -> nn.Module:
     torch.manual_seed(4)
     layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.1, norm_first=True, batch_first=True)
@@ -283,9 +246,7 @@ def transformer() -> nn.Module:
     )
 
 
-@pytest.mark.parametrize(
-    "make", [network, Agent, RecurrentActorCritic, transformer], ids=lambda make: make.__name__
-)
+@pytest.mark.parametrize("make", [Agent, transformer])
 def test_attached_modules_learn_the_same(make):
     found = []
     for attaches in (False, True):
@@ -298,10 +259,8 @@ def test_attached_modules_learn_the_same(make):
         losses = train(module, optimizer)
         x = torch.randn(8, 6)
         optimizer.zero_grad()
-        for _ in range(
-            2
-            # Accumulated gradients of a module that is called twice, and once more without gradients
-        ):
+        # Accumulated gradients of a module that is called twice, and once more without gradients
+        for _ in range(2):
             loss = (module(x) * module(-x)).mean()
             with torch.inference_mode():
                 losses.append(module(x).sum().item())
@@ -347,9 +306,7 @@ def test_when_attached_parameters_are_packed():
         with optimizer.unpacked():
             with optimizer.unpacked():
                 module(x)
-            assert same(
-                [unpack(*row) for row in stored(optimizer, "weights")], list(module.parameters())
-            )
+            assert same(stored(optimizer, "weights"), list(module.parameters()))
         assert is_packed(module)
     loss = module(x).sum()
     with optimizer.unpacked(), torch.no_grad():
@@ -369,40 +326,46 @@ def test_when_attached_parameters_are_packed():
     assert is_packed(module)
 
 
-def test_the_weights_of_an_attached_module_are_read_set_and_copied():
+def test_the_weights_of_an_attached_module_are_read_set_copied_and_saved(tmp_path):
     module = Agent()
     optimizer = LowBitAdam(module.parameters(), **EIGHT)
     optimizer.attach(module)
     optimizer.pack_weights()
-    saved, part = module.state_dict(), module.head.state_dict()
-    assert same(part, {name: saved[f"head.{name}"] for name in part}) and saved[
-        "body.weight"
-    ].shape == (6, 6)
+    weights, part = module.state_dict(), module.head.state_dict()
+    assert same(part, {"weight": weights["head.weight"]})
+    for p, q in zip(module.parameters(), Agent().parameters(), strict=True):
+        assert (p.numel(), p.shape, p.dtype, p.device) == (q.numel(), q.shape, q.dtype, q.device)
+        assert p.requires_grad and p.is_leaf and isinstance(p, nn.Parameter) and repr(p)
     with optimizer.unpacked():
-        assert same(module.state_dict(), saved)
+        assert same(module.state_dict(), weights)
         inside = copy.deepcopy(module)
-    outside = copy.deepcopy(module)
-    assert is_packed(module)
-    for other in (inside, outside):
-        assert same(other.state_dict(), saved)
-        assert all(p.dtype == torch.float32 and p.requires_grad for p in other.parameters())
+    torch.save(module, tmp_path / "module.pt")
+    torch.save(list(module.parameters()), tmp_path / "parameters.pt")
+    saved = torch.load(tmp_path / "module.pt", weights_only=False)
+    for other in (inside, copy.deepcopy(module), saved):
+        assert same(other.state_dict(), weights)
         train(other, torch.optim.Adam(other.parameters()))
-        assert not same(other.state_dict(), saved) and is_filled(other) and is_packed(module)
+        assert not same(other.state_dict(), weights) and is_filled(other) and is_packed(module)
+    parameters = torch.load(tmp_path / "parameters.pt", weights_only=True)
+    assert same(
+        [p.detach() for p in parameters], [weights[name] for name, _ in inside.named_parameters()]
+    )
     module.load_state_dict(other.state_dict())
     assert is_packed(module)
     rounded = LowBitAdam(other.parameters(), **EIGHT)
-    rounded.pack_weights()  # rounds them
-    assert same(stored(rounded, "weights"), stored(optimizer, "weights")) and same(
-        module.state_dict(), other.state_dict()
-    )
+    rounded.pack_weights()
+    assert same(module.state_dict(), other.state_dict())
     with optimizer.unpacked(), torch.no_grad():
         module.head.weight.fill_(0.5)
     assert (module.state_dict()["head.weight"] == 0.5).all() and is_packed(module)
+    average = torch.optim.swa_utils.AveragedModel(module)
+    with optimizer.unpacked():
+        average.update_parameters(module)
+    assert same(average.module.state_dict(), module.state_dict()) and is_packed(module)
+    module.zero_grad()
+    assert torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0) == 0
     for function in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(
-            TypeError, match="cannot be copied or pickled: build another and load its state_dict"
-        ):
-            function(optimizer)
+        refused("a LowBitAdam cannot be copied or pickled", function, optimizer, error=TypeError)
 
 
 def test_a_parameter_without_a_gradient_is_skipped():
@@ -428,102 +391,23 @@ def test_bytes():
     optimizer = LowBitAdam(module.parameters(), **EIGHT)
     optimizer.attach(module)
     train(nn.Sequential(nn.Linear(6, 64), module, nn.Linear(64, 1)), optimizer, 2)
-    parameters, state = 2 * 64 * 128 + 128, optimizer.state_dict()["state"].values()
+    parameters, states = 2 * 64 * 128 + 128, optimizer.state_dict()["state"].values()
     with torch._C.DisableTorchFunctionSubclass():  # each parameter's own memory is one number
         assert all(p.untyped_storage().nbytes() == 4 for p in module.parameters())
-    assert (
-        sum(x.nbytes for one in state for name, x in one.items() if name != "step")
-        == 3 * parameters + 9 * 4
-    )
-    assert all(
-        one[name].dtype == torch.float8_e4m3fn for one in state for name in ("weights", "m", "root")
-    )
-    assert optimizer.describe().splitlines() == [
-        f"weights: 3 tensors, float8_e4m3fn, {parameters:,} bytes and 12 of scales",
-        f"m: 3 tensors, float8_e4m3fn, {parameters:,} bytes and 12 of scales",
-        f"root of v: 3 tensors, float8_e4m3fn, {parameters:,} bytes and 12 of scales",
-        "stored: 3.00 bytes a parameter, 3.00 without scales",
-    ]
+    stored_bytes = sum(x.nbytes for state in states for name, x in state.items() if name != "step")
+    assert stored_bytes == 3 * parameters + 9 * 4
+    assert "stored: 3.00 bytes a parameter, 3.00 without scales" in optimizer.describe()
     other = copy.deepcopy(module)
     optimizer = LowBitAdam(other.parameters(), weights="bf16", v="e5m2:block")
     other(torch.ones(1, 64)).sum().backward()
     optimizer.step()
-    blocks = optimizer.describe().splitlines()
-    assert blocks[2].endswith(
-        f"float8_e5m2, {parameters:,} bytes and {parameters // 8:,} of scales"
-    )
-    assert blocks[3] == "stored: 7.12 bytes a parameter, 7.00 without scales"
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"m": "e9m3"}, "formats has 'm=e9m3': format is 'e9m3'"),
-        ({"v": "e5m2", "root": "e4m3"}, "formats has root twice"),
-        (
-            {"weights": "e4m3:stored"},
-            "formats has 'weights=e4m3:stored': after the format, use only",
-        ),
-        ({"forward": "e4m3"}, "formats has the place 'forward': choose from weights, m, v, root$"),
-        ({"amsgrad": True}, "amsgrad is True: leave it out, LowBitAdam does not have it"),
-        ({"lr": -1.0}, "lr, eps and betas are -1.0"),
-        ({"betas": (0.9, 1.0)}, "use at least 0, and betas below 1"),
-        (
-            {"params": [nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]},
-            r"a parameter is torch.bfloat16 \[2\]: use float32",
-        ),
-        (
-            {"params": [nn.Parameter(torch.zeros(0))]},
-            r"a parameter is torch.float32 \[0\]: use float32",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(options, message):
-    with pytest.raises(ValueError, match=message) as raised:
-        LowBitAdam(**{"params": network().parameters(), **options})
-    assert "\n" not in str(raised.value)
-
-
-def test_a_group_may_follow():
-    first, second = network(), Agent()
-    optimizer = LowBitAdam(first.parameters(), **EIGHT)
-    optimizer.attach(first, second)
-    with pytest.raises(ValueError, match="use float32"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(0))]})
-    optimizer.add_param_group({"params": second.parameters(), "lr": 0.1})
-    before = copy.deepcopy(second.state_dict())
-    (first(torch.randn(2, 6)) * second(torch.randn(2, 6))).sum().backward()
-    optimizer.step(lambda: None)
-    assert is_packed(first) and is_packed(second) and not same(second.state_dict(), before)
+    assert f"{parameters:,} bytes and {parameters // 8:,} of scales" in optimizer.describe()
+    assert "stored: 7.12 bytes a parameter, 7.00 without scales" in optimizer.describe()
 
 
 def test_the_example():
     found = doctest.testmod(low_bit_adam)
     assert found.attempted and not found.failed
-
-
-def test_stochastic_rounding_learns_where_rounding_to_the_nearest_cannot():
-    """Steps of a hundredth are less than half the distance between numbers with 3 bits of mantissa,
-    from 1/2 to 1."""
-    final = {}
-    for text in ("e4m3:stochastic", "e8m3"):
-        torch.manual_seed(0)
-        module, target = (
-            nn.Linear(8, 1),
-            torch.tensor([[0.8], [0.6], [0.9], [0.6], [0.8], [0.9], [0.6], [0.9]]),
-        )
-        nn.init.constant_(module.weight, 0.75)
-        optimizer = LowBitAdam(module.parameters(), lr=1e-2, weights=text, m="e4m3", root="e4m3")
-        optimizer.attach(module)
-        losses = []
-        for _ in range(300):
-            x = torch.randn(64, 8)
-            losses.append((module(x) - x @ target).square().mean())
-            losses[-1].backward()
-            optimizer.step()
-        final[text] = sum(losses[-100:]).item() / 100
-    assert final["e4m3:stochastic"] < losses[0] / 4
-    assert final["e8m3"] > losses[0] / 2 and (copy.deepcopy(module).weight == 0.75).all()
 
 
 def longest_step(gradients: torch.Tensor, eps: float, **formats) -> float:
@@ -546,28 +430,17 @@ def falls_silent(updates: int, position: int, loud: int, size: float = 64) -> to
     return gradients
 
 
-# Without eps the longest step comes after more than 1,000 updates
-@pytest.mark.parametrize(("eps", "updates"), [(0.0, 2_000), (1e-5, 400)])
-def test_no_step_is_longer_than_in_float32_when_one_gradient_falls_silent(eps, updates):
-    gradients = falls_silent(updates, 0, 200)
+def test_no_step_is_longer_than_in_float32_when_one_gradient_falls_silent():
+    gradients, eps = falls_silent(400, 0, 200), 1e-5
     assert longest_step(gradients, eps, m="e4m3", root="e4m3:nearest") < 1.25
     assert longest_step(gradients, eps, m="e4m3", root="e4m3") < 1.35
-    gradients = gradients[:400]
     assert longest_step(gradients, 1e-8) == pytest.approx(1, abs=0.01)
     control = longest_step(gradients, eps, m="e4m3:independent", root="e4m3:independent:nearest")
-    assert control > (2 if eps == 1e-5 else 100)
+    assert control > 2
 
 
 WORDS = st.sampled_from(
-    [
-        "",
-        ":block",
-        ":unscaled",
-        ":stochastic",
-        ":unscaled:stochastic",
-        ":block:stochastic",
-        ":stored",
-    ]
+    ["", ":block", ":unscaled", ":stochastic", ":unscaled:stochastic", ":stored"]
 )
 BITS = st.sampled_from(["e4m3", "e5m2", "e3m2", "e2m1", "e8m0"])
 
@@ -581,7 +454,7 @@ BITS = st.sampled_from(["e4m3", "e5m2", "e3m2", "e2m1", "e8m0"])
     st.sampled_from([0.0, 1e-8]),
 )
 @example(None, "e4m3:unscaled", "v", 0, 60, 3.0, 0.0)  # v is kept at the format's largest number
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_no_step_is_much_longer_than_in_float32_whatever_is_kept_in_few_bits(
     m, v, second, position, loud, size, eps
 ):
@@ -589,26 +462,6 @@ def test_no_step_is_much_longer_than_in_float32_whatever_is_kept_in_few_bits(
     gradients = 10.0**size * falls_silent(100, position, loud, size=40)
     exact = longest_step(gradients, 1e-8 * 10.0**size)
     assert longest_step(gradients, eps, m=m, **{second: v}) < 2 * max(exact, 1)
-
-
-@pytest.mark.parametrize("formats", [way for way in WAYS if "stored" not in str(way)])
-@pytest.mark.parametrize("maximize", [False, True])
-def test_weight_decay_and_maximize_are_those_of_adamw(formats, maximize):
-    """The first step: without formats that of AdamW, but for the order of roundings; with one for
-    weights, that rounded."""
-    options = {"lr": 0.1, "weight_decay": 0.1, "maximize": maximize}
-    ours = torch.randn(64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    optimizer = LowBitAdam([ours], **options, **formats)
-    theirs = ours.detach().clone().requires_grad_()  # from the weights as they are kept
-    adamw = torch.optim.AdamW([theirs], **options)
-    for p in (ours, theirs):
-        p.grad = torch.linspace(-1, 1, 64)
-    optimizer.step()
-    adamw.step()
-    error = 1e-6
-    if weights := optimizer.places.get("weights"):
-        error = 2.0**-weights.format.mantissa * theirs.detach().abs().max()
-    assert (ours - theirs).abs().max() <= error
 
 
 def test_a_decay_below_a_step_of_the_format_is_not_lost_on_average():
@@ -626,15 +479,6 @@ def test_a_decay_below_a_step_of_the_format_is_not_lost_on_average():
     assert means["bf16"] == 1.25
 
 
-def test_options_of_adam_that_it_does_not_have_are_refused_by_their_names():
-    p = torch.zeros(4, requires_grad=True)
-    for name in ("amsgrad", "fused", "capturable"):
-        refused(f"{name} is True: leave it out", LowBitAdam, [p], **{name: True})
-        LowBitAdam([p], **{name: False})
-    refused("weight_decay is -1: use 0 or more", LowBitAdam, [p], weight_decay=-1)
-    refused("formats has the place 'weigths'", LowBitAdam, [p], weigths="bf16")
-
-
 def test_noise_of_a_seed_is_a_function_of_the_update_and_uniform():
     draw = seeded_noise(3)
     one = draw(5, (2, 10_000), "cpu")
@@ -645,16 +489,6 @@ def test_noise_of_a_seed_is_a_function_of_the_update_and_uniform():
 
 
 # Parameters that are left alone
-
-
-def reference(x: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
-    """Torch's Adam on the same gradients."""
-    p = x.clone().requires_grad_()
-    adam = torch.optim.Adam([p])
-    for g in grads:
-        p.grad = g.clone()
-        adam.step()
-    return p.detach()
 
 
 def test_a_frozen_base_is_left_alone_and_costs_nothing():
@@ -680,33 +514,18 @@ def test_a_frozen_base_is_left_alone_and_costs_nothing():
         assert same(base.state_dict(), before) and is_filled(base)
         assert optimizer.state.keys() == {adapter.weight}
     assert set(drawn) == {(2, adapter.weight.numel())}  # for the weights and the root
-    assert "left alone: 4 tensors, 280 numbers, no step yet" in optimizer.describe()
+    assert "left alone: 4 tensors, 280 numbers" in optimizer.describe()
     with optimizer.unpacked():
         assert same(base.state_dict(), before) and is_filled(adapter)
     assert is_packed(adapter) and same(copy.deepcopy(model).state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("attaches", [False, True])
-def test_a_parameter_without_gradient_is_left_alone(attaches):
-    used, unused = nn.Linear(6, 1), nn.Linear(6, 6)
-    model = nn.ModuleList([used, unused])
-    before = copy.deepcopy(unused.state_dict())
-    optimizer = LowBitAdam(model.parameters(), **EIGHT)
-    if attaches:
-        optimizer.attach(model)
-    assert optimizer.describe() == "left alone: 4 tensors, 49 numbers, no step yet\nstored: nothing"
-    train(used, optimizer)
-    assert same(unused.state_dict(), before) and optimizer.state.keys() == {*used.parameters()}
-
-
-@pytest.mark.parametrize("attaches", [False, True])
-def test_a_parameter_that_is_unfrozen_begins_then(attaches):
+def test_a_parameter_that_is_unfrozen_begins_then():
     """Its bias corrections count from its own first step, as in torch."""
     model = network()
     model[0].requires_grad_(False)
     optimizer = LowBitAdam(model.parameters(), m="bf16", weights="bf16")
-    if attaches:
-        optimizer.attach(model)
+    optimizer.attach(model)
     before = copy.deepcopy(model[0].state_dict())
     train(model, optimizer, 3)
     assert same(model[0].state_dict(), before)
@@ -714,10 +533,8 @@ def test_a_parameter_that_is_unfrozen_begins_then(attaches):
     train(model, optimizer, 1)
     steps = [int(optimizer.state[p]["step"]) for p in optimizer.parameters]
     assert steps == [1, 1, 4, 4, 4, 4]
-    after = model[0].state_dict()
-    assert not same(after, before)
-    moved = (after["weight"] - before["weight"]).abs().max()  # a first step is lr long
-    assert moved < 1e-3 + 2**-8
+    moved = (model[0].state_dict()["weight"] - before["weight"]).abs().max()
+    assert 0 < moved < 1e-3 + 2**-8  # a first step is lr long
     model[0].requires_grad_(False)  # and frozen again: it stays in few bits
     optimizer.zero_grad()
     frozen = copy.deepcopy(model[0].state_dict())
@@ -725,36 +542,26 @@ def test_a_parameter_that_is_unfrozen_begins_then(attaches):
     assert same(model[0].state_dict(), frozen)
 
 
-def test_what_cannot_learn_is_refused_when_it_begins_to():
+def test_what_cannot_learn_is_refused_when_it_begins_to_and_nothing_changes():
     half = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16), requires_grad=False)
     optimizer = LowBitAdam([("half", half), ("odd", nn.Parameter(torch.ones(2)))], **EIGHT)
     half.requires_grad_()
     half.grad = torch.ones_like(half)
-    refused("half is torch.bfloat16: make it float32 before it learns", optimizer.step)
-    complex_one = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-    refused(r"a parameter is torch.complex64 \[3\]: use float32", LowBitAdam, [complex_one])
-
-
-def test_a_sparse_gradient_is_refused_and_nothing_changes():
-    table, head = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1)
-    model = nn.Sequential(table, head)
+    refused("half is torch.bfloat16", optimizer.step)
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1))
     optimizer = LowBitAdam(model.named_parameters(), **EIGHT)
     before = copy.deepcopy(model.state_dict())
     model(torch.tensor([1, 2])).sum().backward()
-    refused("the gradient of 0.weight is sparse: make it dense", optimizer.step)
+    refused("the gradient of 0.weight is sparse", optimizer.step)
     assert same(model.state_dict(), before) and not optimizer.state
-    unnamed = LowBitAdam(model.parameters())
-    refused(r"the gradient of a parameter \[5, 4\] is sparse", unnamed.step)
 
 
-@pytest.mark.parametrize("attaches", [False, True])
-def test_a_state_with_gaps_round_trips(attaches):
+def test_a_state_with_gaps_round_trips():
     def make():
         model = network()
         model[0].requires_grad_(False)
         optimizer = LowBitAdam(model.parameters(), lr=1e-2, **EIGHT)
-        if attaches:
-            optimizer.attach(model)
+        optimizer.attach(model)
         return model, optimizer
 
     model, optimizer = make()
@@ -776,18 +583,13 @@ def test_tied_parameters():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
-            torch.manual_seed(0)
             self.inputs, self.outputs = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
             self.outputs.weight = self.inputs.weight
 
         def forward(self, x):
             return self.outputs(torch.tanh(self.inputs(x)))
 
-    model, plain = Tied(), Tied()
-    optimizer = LowBitAdam(model.parameters())
-    assert train(model, optimizer, 3) == pytest.approx(
-        train(plain, torch.optim.Adam(plain.parameters()), 3)
-    )
+    model = Tied()
     optimizer = LowBitAdam(model.parameters(), **EIGHT)
     optimizer.attach(model)
     train(model, optimizer, 3)
@@ -821,52 +623,46 @@ def test_a_group_has_formats_of_its_own():
         {"step": single, "weights": eight, "m": eight, "v": single},
     ]
     assert is_packed(linear) and is_filled(norm) and is_packed(head)
-    assert [group["formats"] for group in optimizer.param_groups] == [
-        "weights=e4m3:stochastic m=e4m3 root=e4m3:stochastic",
-        "m=bf16 v=bf16:stochastic",
-        "weights=e4m3:stochastic m=e4m3",
-    ]
-    assert optimizer.describe().splitlines()[:2] == [
-        "weights: 4 tensors, float8_e4m3fn, 49 bytes and 16 of scales",
-        "weights: 2 tensors, float32, 48 bytes and 0 of scales",
-    ]
+    assert optimizer.step(lambda: 3.0) == 3.0  # a closure
     state = optimizer.state_dict()
     optimizer.load_state_dict(copy.deepcopy(state))
     assert same(optimizer.state_dict(), state)
-    del groups[1]["weights"]
-    other = LowBitAdam(
-        [
-            {**group, "params": p}
-            for group, p in zip(groups, ([*linear.parameters()], [*norm.parameters()]), strict=True)
-        ],
-        **EIGHT,
-    )
+    other = LowBitAdam([{"params": part.parameters()} for part in model], **EIGHT)
     refused("the state does not fit these parameters", other.load_state_dict, state)
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "options, field",
     [
-        ({"amsgrad": True}, "amsgrad is True: leave it out, LowBitAdam does not have it"),
-        ({"fused": True}, "fused is True: leave it out"),
-        ({"lr": -1.0}, "lr, eps and betas are -1.0"),
-        ({"betas": (0.9, 1.0)}, r"lr, eps and betas are 0.001, 1e-08 and \(0.9, 1.0\)"),
-        ({"weight_decay": -1}, "weight_decay is -1: use 0 or more"),
-        ({"m": "e9m3"}, "formats has 'm=e9m3': format is 'e9m3'"),
+        ({"amsgrad": True}, "amsgrad"),
+        ({"fused": True}, "fused"),
+        ({"lr": -1.0}, "lr"),
+        ({"betas": (0.9, 1.0)}, "lr, eps and betas"),
+        ({"weight_decay": -1}, "weight_decay"),
+        ({"m": "e9m3"}, "formats has 'm=e9m3'"),
+        ({"weights": "e4m3:stored"}, "formats has 'weights=e4m3:stored'"),
+        ({"v": "e4m3:stochastic:nearest"}, "formats has 'v=e4m3:stochastic:nearest'"),
         ({"v": "e5m2", "root": "e4m3"}, "formats has root twice"),
-        ({"weigths": "bf16"}, "formats has the place 'weigths' in a group: choose from weights, m"),
-        ({"forward": "e4m3"}, "formats has the place 'forward' in a group"),
-        ({"formats": "m=e4m3"}, "formats has the place 'formats' in a group"),
-        ({"seed": 1}, "seed is 1 in a group: give it in the call"),
+        ({"weigths": "bf16"}, "formats has the place 'weigths'"),
+        ({"forward": "e4m3"}, "formats has the place 'forward'"),
+        ({"params": [nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]}, "a parameter is"),
+        ({"params": [nn.Parameter(torch.zeros(0))]}, "a parameter is"),
     ],
+    ids=str,
 )
-def test_options_of_a_group_that_cannot_be_are_refused(options, message):
+def test_what_cannot_be_is_refused_in_a_call_and_in_a_group(options, field):
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     group = {"params": list(second.parameters()), **options}
-    refused(message, LowBitAdam, [{"params": first.parameters()}, dict(group)], **EIGHT)
+    refused(field, LowBitAdam, **group)
     optimizer = LowBitAdam(first.parameters(), **EIGHT)
-    refused(message, optimizer.add_param_group, group)
+    refused(field, optimizer.add_param_group, group)
     assert len(optimizer.param_groups) == 1 and len(optimizer.parameters) == 2
+
+
+@pytest.mark.parametrize("options", [{"formats": "m=e4m3"}, {"seed": 1}, {"noise": torch.rand}])
+def test_what_a_group_cannot_have_is_refused(options):
+    (field,) = options
+    refused(f".*{field}", LowBitAdam, [{"params": network().parameters(), **options}])
 
 
 def test_options_of_a_group_that_ask_for_nothing_are_allowed():
@@ -895,15 +691,9 @@ def average_of(module: nn.Module) -> None:
 READS = [
     lambda module: torch.nn.utils.parameters_to_vector(module.parameters()),
     lambda module: sum(p.norm() for p in module.parameters()),
-    lambda module: sum(p.abs().sum() for p in module.parameters()),
     lambda module: [p.data for p in module.parameters()],
     lambda module: [p.detach() for p in module.parameters()],
-    lambda module: [p.clone() for p in module.parameters()],
-    lambda module: [p.tolist() for p in module.parameters()],
-    lambda module: module[0].weight.T,
     lambda module: module[0].weight[0],
-    lambda module: module[0].weight @ torch.ones(6),
-    lambda module: torch.cat([p.flatten() for p in module.parameters()]),
     lambda module: torch._foreach_norm(list(module.parameters())),
     lambda module: torch.nn.functional.linear(torch.ones(6), module[0].weight),
     average_of,
@@ -911,79 +701,27 @@ READS = [
 CHANGES = [
     lambda module: torch.nn.init.zeros_(module[0].weight),
     lambda module: module[0].weight.data.mul_(2),
-    lambda module: module[0].weight.copy_(torch.ones(10, 6)),
     lambda module: setattr(module[0].weight, "data", torch.ones(10, 6)),
     lambda module: module.to(torch.float64),
 ]
 
 
-@pytest.mark.parametrize("read", READS + CHANGES)
-def test_reading_packed_weights_says_how(read):
+def test_reading_packed_weights_says_how():
     module = network()
     optimizer = attached(module)
     expected = copy.deepcopy(module)
+    message = r"^.*packed: call it within `with optimizer.unpacked\(\):`$"
     with torch.no_grad():
-        message = r"^[^\n]*packed: call it within `with optimizer.unpacked\(\):`$"
-        refused(message, read, module, error=RuntimeError)
-        assert is_packed(module) and same(expected.state_dict(), module.state_dict())
+        for read in READS + CHANGES:
+            refused(message, read, module, error=RuntimeError)
+            assert is_packed(module) and same(expected.state_dict(), module.state_dict())
         with optimizer.unpacked():
-            assert is_filled(module)
-            if read in READS:
+            for read in READS:
                 read(module)
     assert is_packed(module)
 
 
-def test_what_can_be_read_of_a_packed_module_is_right(tmp_path):
-    module = network()
-    optimizer = attached(module)
-    with optimizer.unpacked():
-        weights = copy.deepcopy(module.state_dict())
-    plain = network()
-    for p, q in zip(module.parameters(), plain.parameters(), strict=True):
-        assert (p.numel(), p.shape, p.dtype, p.device) == (q.numel(), q.shape, q.dtype, q.device)
-        assert p.requires_grad and p.is_leaf and p.grad is None and isinstance(p, nn.Parameter)
-    assert sum(p.numel() for p in module.parameters()) == 155
-    assert "within `with optimizer.unpacked():`" in repr(module[0].weight) and repr(module)
-    assert same(module.state_dict(), weights)
-    torch.save(module, tmp_path / "module.pt")
-    torch.save(list(module.parameters()), tmp_path / "parameters.pt")
-    saved = torch.load(tmp_path / "module.pt", weights_only=False)
-    assert is_filled(saved) and same(saved.state_dict(), weights)
-    loaded = torch.load(tmp_path / "parameters.pt", weights_only=True)
-    assert same([p.detach() for p in loaded], list(weights.values()))
-    one = copy.deepcopy(module[0])  # a part of it
-    assert is_filled(one) and torch.equal(one.weight, weights["0.weight"])
-    module.zero_grad()
-    module.requires_grad_(True)
-    assert torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0) == 0
-    average = torch.optim.swa_utils.AveragedModel(module)
-    with optimizer.unpacked():
-        average.update_parameters(module)
-    assert same(average.module.state_dict(), weights) and is_packed(module)
-
-
-def test_gradients_that_are_set_by_hand():
-    """A step unpacks the weights itself."""
-    found = []
-    for attaches in (False, True):
-        module = network()
-        optimizer = LowBitAdam(module.parameters(), lr=1e-2, **EIGHT)
-        if attaches:
-            optimizer.attach(module)
-        for _ in range(3):
-            for p in module.parameters():
-                p.grad = torch.ones(p.shape)
-            optimizer.step()
-        found.append(copy.deepcopy(module.state_dict()))
-    assert same(*found)
-
-
 # v falls when gradients do
-
-
-def second_moment(optimizer: LowBitAdam, p: torch.Tensor) -> torch.Tensor:
-    v = unpack(*optimizer.stored(p, "v"))
-    return v.square() if optimizer.second(p) == "root" else v
 
 
 def after_gradients(gradients: list[torch.Tensor], **formats) -> torch.Tensor:
@@ -993,60 +731,44 @@ def after_gradients(gradients: list[torch.Tensor], **formats) -> torch.Tensor:
     for gradient in gradients:
         p.grad = gradient
         optimizer.step()
-    return second_moment(optimizer, p)
+    second = optimizer.second(p)
+    v = unpack(*optimizer.stored(p, second))
+    return v.square() if second == "root" else v
 
 
-FORGETS = [
-    {"v": "e4m3"},
-    {"root": "e4m3"},
-    EIGHT,
-    {"v": "e5m2"},
-    {"v": "e5m2:block", "m": "e4m3:block"},
-    {"root": "e4m3:block"},
-    {"v": "e4m3:independent"},
-    {"root": "e4m3:block:independent"},
-    {"v": "bf16"},
-    {"v": "e4m3:stored"},
-]
+FORGETS = [{"v": "e4m3"}, EIGHT, {"v": "e5m2:block:independent", "m": "e4m3:block"}]
 
 
 @pytest.mark.parametrize("formats", FORGETS, ids=str)
-@pytest.mark.parametrize("part", [1, 2], ids=["whole", "half"])
-def test_v_falls_when_gradients_do(formats, part):
-    """Of a whole tensor, or of every second number of it."""
+def test_v_falls_when_gradients_do(formats):
+    """Gradients of every second number of a tensor become small."""
     loud = torch.ones(96)
     quiet = loud.clone()
-    quiet[::part] = 1e-3
-    gradients = 200 * [loud] + 500 * [quiet]
-    exact = after_gradients(gradients)[::part].mean()
-    assert exact == pytest.approx(0.99**500, rel=0.2)
-    assert after_gradients(gradients, **formats)[::part].mean() < 3 * exact
+    quiet[::2] = 1e-3
+    gradients = 100 * [loud] + 300 * [quiet]
+    exact = after_gradients(gradients)[::2].mean()
+    assert after_gradients(gradients, **formats)[::2].mean() < 3 * exact
     to_nearest = {
         name: f"{form}:nearest" if name in ("v", "root") else form for name, form in formats.items()
     }
-    if formats != {"v": "bf16"}:  # 0.99 v is beyond the next number of bfloat16
-        assert after_gradients(gradients, **to_nearest)[::part].mean() > 0.02
+    assert after_gradients(gradients, **to_nearest)[::2].mean() > 3.5 * exact
 
 
-@pytest.mark.parametrize("formats", [{"v": "e4m3"}, EIGHT, {"v": "e5m2:block"}], ids=str)
-def test_v_is_right_on_average(formats):
+def test_v_is_right_on_average():
     stream = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(512, generator=stream) for _ in range(600)]
+    gradients = [torch.randn(512, generator=stream) for _ in range(250)]
     exact = after_gradients(gradients).mean()
-    assert after_gradients(gradients, **formats).mean() == pytest.approx(exact, rel=0.06)
+    assert after_gradients(gradients, **EIGHT).mean() == pytest.approx(exact, rel=0.06)
 
 
 def test_v_may_be_rounded_to_the_nearest():
     p = torch.zeros(4, requires_grad=True)
-    optimizer = LowBitAdam([p], m="bf16", v="e4m3:block:nearest")
-    assert optimizer.formats == "m=bf16 v=e4m3:block" and not optimizer.places.noisy
-    optimizer = LowBitAdam([p], root="e4m3:block")
-    assert optimizer.formats == "root=e4m3:block:stochastic" and optimizer.places.noisy == ["root"]
-    assert LowBitAdam([p], v="fp32").formats == "v=fp32"  # nothing is rounded
+    assert str(LowBitAdam([p], m="bf16", v="e4m3:block:nearest").places) == "m=bf16 v=e4m3:block"
+    assert LowBitAdam([p], root="e4m3:block").places.noisy == ["root"]
+    assert not LowBitAdam([p], v="fp32").places.noisy  # nothing is rounded
+    assert not LowBitAdam([p], v=PlaceFormat.of("e4m3")).places.noisy  # taken as it is
     groups = [{"params": [p], "root": "bf16:nearest"}]
     assert LowBitAdam(groups, v="e4m3").param_groups[0]["formats"] == "root=bf16"
-    message = "formats has 'v=e4m3:stochastic:nearest': leave out stochastic or nearest"
-    refused(message, LowBitAdam, [p], v="e4m3:stochastic:nearest")
 
 
 def test_the_weights_of_a_parameter_without_state_are_the_parameter_itself():

@@ -7,6 +7,7 @@ OMP_NUM_THREADS, are the script's to set.
 """
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 NAMES = {"fp32": "e8m23", "bf16": "e8m7", "fp16": "e5m10"}
@@ -29,20 +30,17 @@ TOLERATES = 0.5, 4.0  # default factors of the learning rate between which train
 
 
 class Entry(NamedTuple):
-    """A place, the name of its format, and the words after it.
-
-    The word "nearest" is left out, because it says what happens without it, too.
-    """
+    """A place, the bits of exponent and mantissa of its format, and the words after the format."""
 
     place: str
-    format: str
+    bits: tuple[int, int]
     words: tuple[str, ...]
 
 
-def split_entry(entry: str) -> tuple[str, str]:
-    """The name of the place, and the format with its words, of an entry such as "v=e5m2:block"."""
-    name, _, form = entry.partition("=")
-    return name, form
+def split_entry(text: str) -> tuple[str, str]:
+    """The name of the place, and the format with its words, of a text such as "v=e5m2:block"."""
+    place, _, form = text.partition("=")
+    return place, form
 
 
 def read_entries(text: str, names: tuple[str, ...] = PLACES) -> list[Entry]:
@@ -52,31 +50,42 @@ def read_entries(text: str, names: tuple[str, ...] = PLACES) -> list[Entry]:
     not exist, for a place that is named twice, and for v beside its root.
     """
     entries = []
-    seen = set()
     for part in text.split():
-        name, form = split_entry(part)
-        format_name, *words = form.split(":")
-        if name not in names:
-            raise ValueError(f"formats has the place {name!r}: choose from {', '.join(names)}")
-        if name in seen or {name, *seen} >= {"v", "root"}:
-            raise ValueError(f"formats has {name} twice: name each place once, and v or its root")
-        of_moments = {*words} & OF_MOMENTS
-        if not {*words} <= {*WORDS} or (of_moments and name not in ("m", "v", "root")):
-            allowed = f"{', '.join(WORDS)} ({' and '.join(sorted(OF_MOMENTS))}: only m, v, root)"
-            raise ValueError(f"formats has {part!r}: after the format, use only {allowed}")
-        if "stochastic" in words and name not in (*STATE, "targets"):
-            only = f"only {', '.join(STATE)} and targets can be stochastic"
-            raise ValueError(f"formats has {part!r}: {only}")
-        if {*words} >= {"stochastic", "nearest"}:
-            raise ValueError(f"formats has {part!r}: leave out stochastic or nearest")
-        try:
-            bits_of(format_name)
-        except ValueError as error:
-            raise ValueError(f"formats has {part!r}: {error}") from error
-        seen.add(name)
-        words_that_change = tuple(word for word in words if word != "nearest")
-        entries.append(Entry(name, format_name, words_that_change))
+        entry = read_entry(*split_entry(part), names)
+        check_named_once(entry.place, [other.place for other in entries])
+        entries.append(entry)
     return entries
+
+
+def read_entry(place: str, form: str, names: tuple[str, ...] = PLACES) -> Entry:
+    """Reads a format with its words, such as "e4m3:stochastic", for a place.
+
+    Raises ValueError as `read_entries` does.
+    """
+    if place not in names:
+        raise ValueError(f"formats has the place {place!r}: choose from {', '.join(names)}")
+    text = f"{place}={form}"
+    format_name, *words = form.split(":")
+    of_moments = {*words} & OF_MOMENTS
+    if not {*words} <= {*WORDS} or (of_moments and place not in ("m", "v", "root")):
+        allowed = f"{', '.join(WORDS)} ({' and '.join(sorted(OF_MOMENTS))}: only m, v, root)"
+        raise ValueError(f"formats has {text!r}: after the format, use only {allowed}")
+    if "stochastic" in words and place not in (*STATE, "targets"):
+        only = f"only {', '.join(STATE)} and targets can be stochastic"
+        raise ValueError(f"formats has {text!r}: {only}")
+    if {*words} >= {"stochastic", "nearest"}:
+        raise ValueError(f"formats has {text!r}: leave out stochastic or nearest")
+    try:
+        bits = bits_of(format_name)
+    except ValueError as error:
+        raise ValueError(f"formats has {text!r}: {error}") from error
+    return Entry(place, bits, tuple(words))
+
+
+def check_named_once(place: str, others: Iterable[str]) -> None:
+    """Raises ValueError if a place is among the others, or is v beside its root."""
+    if place in others or {place, *others} >= {"v", "root"}:
+        raise ValueError(f"formats has {place} twice: name each place once, and v or its root")
 
 
 def bits_of(name: str) -> tuple[int, int]:

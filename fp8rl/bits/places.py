@@ -44,18 +44,22 @@ from typing import NamedTuple
 
 import torch
 
-from .formats import Format, format_of, rounded, scaled
-from .notation import PLACES, STATE, read_entries
+from .formats import Format, rounded, scaled
+from .notation import NAMES, PLACES, STATE, Entry, read_entries, read_entry
 
 BLOCK = 32
 # Factor on the limit of Adam's step in `Places.moments`. A first step is exactly as long as the
 # learning rate, so without some slack the order of roundings would decide.
 SLACK = 1.01
 NO_NOISE: dict[str, torch.Tensor] = {}
+SHORT_NAMES = {bits: name for name, bits in NAMES.items()}
 
 
 class PlaceFormat(NamedTuple):
-    """How the numbers of one place are kept: a format and the words after it."""
+    """How the numbers of one place are kept: a format and the words after it.
+
+    The word "nearest" is left out, because it says what happens without it, too.
+    """
 
     format: Format
     words: tuple[str, ...] = ()
@@ -63,10 +67,16 @@ class PlaceFormat(NamedTuple):
     @classmethod
     def of(cls, text: str) -> "PlaceFormat":
         """The format and words in a text such as "e4m3:unscaled"."""
-        return places_of(f"m={text}")["m"]
+        return cls.of_entry(read_entry("m", text))  # a place that may have every word
+
+    @classmethod
+    def of_entry(cls, entry: Entry) -> "PlaceFormat":
+        words = tuple(word for word in entry.words if word != "nearest")
+        return cls(Format(*entry.bits), words)
 
     def __str__(self) -> str:
-        return ":".join((self.format.name, *self.words))
+        name = SHORT_NAMES.get(self.format.name, self.format.name)
+        return ":".join((name, *self.words))
 
     @property
     def scaled(self) -> bool:
@@ -116,6 +126,10 @@ class PlaceFormat(NamedTuple):
 
 class Places(dict[str, PlaceFormat]):
     """The places of a training that are kept in few bits, with their formats."""
+
+    def __str__(self) -> str:
+        """The text that `places_of` reads."""
+        return " ".join(f"{name}={form}" for name, form in self.items())
 
     @property
     def noisy(self) -> list[str]:
@@ -208,7 +222,5 @@ def places_of(text: str, names: tuple[str, ...] = PLACES) -> Places:
     `names` are the places that are allowed. Raises ValueError for a place, format or word that does
     not exist, for a place that is named twice, and for v beside its root.
     """
-    places = Places()
-    for entry in read_entries(text, names):
-        places[entry.place] = PlaceFormat(format_of(entry.format), entry.words)
-    return places
+    entries = read_entries(text, names)
+    return Places({entry.place: PlaceFormat.of_entry(entry) for entry in entries})

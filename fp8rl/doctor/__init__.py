@@ -15,7 +15,7 @@ from ..bits.notation import OPERANDS, TOLERATES, check_tolerance
 # command must not import torch before the script does.
 FILES = {
     "AVERAGES": "doctor",
-    "ActingLook": "findings",
+    "ActingLook": "acting_look",
     "Doctor": "doctor",
     "FORMATS": "doctor",
     "Finding": "findings",
@@ -30,7 +30,7 @@ FILES = {
     "WatchedOptimizer": "watched_optimizer",
     "WindowSums": "sample",
     "innermost_optimizer": "doctor",
-    "judge_acting": "findings",
+    "judge_acting": "acting_look",
     "noise_of": "sample",
     "optimizer_inside": "doctor",
     "rate_of": "sample",

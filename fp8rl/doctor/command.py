@@ -39,7 +39,7 @@ import signal
 import sys
 from pathlib import Path
 
-from ..bits.notation import OPERANDS, STATE, TOLERATES, bits_of, check_tolerance, read_entries
+from ..bits.notation import OPERANDS, STATE, TOLERATES, check_tolerance, read_entries
 from .report_file import NO_STEP, ReportFile, read_report, report_as_json, require_rates
 from .run_script import AfterImport, Refusal, Target, before_termination, first_line
 
@@ -250,7 +250,7 @@ def formats_to_watch(options: argparse.Namespace) -> tuple[str, ...]:
         )
     for text in formats:
         (entry,) = read_entries(text, STATE)
-        exponent, _ = bits_of(entry.format)
+        exponent, _ = entry.bits
         # Formats with 8 bits of exponent have no scale, and so no blocks
         if "block" in entry.words and "unscaled" not in entry.words and exponent < 8:
             raise Refusal(

@@ -37,19 +37,14 @@ from torch import nn
 
 from ..bits.notation import OPERANDS, PLACES, STATE, TOLERATES, check_tolerance
 from ..bits.places import PlaceFormat, places_of
+from .acting_look import ActingLook, judge_acting
 from .averages import Average
-from .findings import (
-    ActingLook,
-    Finding,
-    Report,
-    judge,
-    judge_acting,
-    with_cures,
-)
+from .findings import Finding, Report, with_cures
 from .low_bit_gradients import LENGTH as LOOK_LENGTH
 from .low_bit_gradients import Operands, with_same_random_numbers
 from .pooled_optimizers import PooledOptimizers
 from .sample import tensor_names
+from .verdicts import judge
 from .watched_optimizer import WatchedOptimizer
 
 FORMATS = (

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..bits import adam
 from ..bits.notation import OPERANDS, STATE
 from ..bits.places import NO_NOISE, places_of
 from .hooks import Change, parameters_of, refuses, seeded_generator
@@ -104,11 +105,7 @@ class Keep(Change):
         **options,
     ) -> None:
         """In place of torch.optim.adam.adam: keeps the moments in few bits, and takes its step from
-        them.
-
-        The equations are those of Kingma and Ba 2015 and, where weight decay is decoupled,
-        Loshchilov and Hutter 2019.
-        """
+        them."""
         if amsgrad or options.get("has_complex"):
             raise Refusal(
                 "keep can round moments only of Adam without amsgrad, with real parameters: "
@@ -120,29 +117,25 @@ class Keep(Change):
         tensors = zip(params, grads, exp_avgs, exp_avg_sqs, state_steps, strict=True)
         for p, g, m, v, step in tensors:
             step += 1
-            count = float(step)
             if grad_scale is not None:
                 g = g / grad_scale
             if maximize:
                 g = -g
             if weight_decay and decoupled_weight_decay:
-                p.mul_(1 - lr * weight_decay)
+                p.copy_(adam.with_decoupled_decay(p, lr, weight_decay))
             elif weight_decay:
-                g = g + weight_decay * p
-            bias_correction1 = 1 - beta1**count
-            root_correction2 = (1 - beta2**count) ** 0.5
-            m_new = (beta1 * m + (1 - beta1) * g).reshape(1, -1).float()
-            v_new = (beta2 * v + (1 - beta2) * g * g).reshape(1, -1).float()
+                g = adam.with_coupled_decay(g, p, weight_decay)
+            corrections = adam.bias_corrections(float(step), beta1, beta2)
             (_, m_kept), (_, v_kept) = self.places.moments(
-                m_new,
-                v_new,
+                adam.first_moment(m, g, beta1).reshape(1, -1).float(),
+                adam.second_moment(v, g, beta2).reshape(1, -1).float(),
                 [p.numel()],
-                self.noise(m_new),
-                bias_correction1 / root_correction2,
+                self.noise(p.reshape(1, -1)),
+                adam.full_step_quotient(*corrections),
             )
             m.copy_(m_kept.view_as(m))
             v.copy_(v_kept.view_as(v))
-            p.sub_(lr / bias_correction1 * m / (v.sqrt() / root_correction2 + eps))
+            p.sub_(adam.step(m, v.sqrt(), lr, *corrections, eps))
 
     def complaint(self) -> str:
         """Says which place could not be kept in few bits; an empty string if all were kept."""

@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..bits import adam
 from ..bits.places import PlaceFormat
 from .sample import WindowSums
 
@@ -193,17 +194,16 @@ class Looks:
         gradients = np.stack([g, *self.as_the_training_scales(g, losses)])
         settings = self.watched.by_tensor([self.watched.read_settings()])
         lr, beta1, beta2, eps, decay, sign = (x[0] for x in settings)
-        gradients = sign * gradients + decay * weight.cpu().numpy()
+        gradients = adam.with_coupled_decay(sign * gradients, weight.cpu().numpy(), decay)
         if not self.count:
             self.first = np.zeros_like(gradients)
             self.second = np.zeros_like(gradients)
             self.moved = np.zeros_like(gradients)
         self.count += 1
-        self.first = beta1 * self.first + (1 - beta1) * gradients
-        self.second = beta2 * self.second + (1 - beta2) * gradients * gradients
-        step_size = lr / (1 - beta1**self.count)
-        divisor = np.sqrt(self.second) / np.sqrt(1 - beta2**self.count) + eps
-        self.moved += step_size * self.first / divisor
+        self.first = adam.first_moment(self.first, gradients, beta1)
+        self.second = adam.second_moment(self.second, gradients, beta2)
+        corrections = adam.bias_corrections(self.count, beta1, beta2)
+        self.moved += adam.step(self.first, np.sqrt(self.second), lr, *corrections, eps)
         if self.count == LENGTH:
             lost = (gradients[1:] == 0) & (gradients[0] != 0)
             self.windows.append(WindowSums.of(self.moved[1:], self.moved[0], lost))

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .findings import KEPT, amount
+from .acting_look import KEPT, amount
 from .mismatch_symptoms import (
     FEW_SEQUENCES,
     FEW_TOKENS,

@@ -7,7 +7,7 @@ nothing. For each format, the doctor follows a sample of numbers as that format 
                 after each update: w' <- round(w' + update)
     m, v, root  are kept in few bits from the first update on:
                 v' <- round(beta2 v' + (1 - beta2) g^2), with float32's gradients g; the update is
-                Adam's (Kingma and Ba 2015, arXiv:1412.6980) with the rounded moments
+                Adam's (bits/adam.py) with the rounded moments
 
 Rows of weights begin each window anew at float32's weights, because rates are measured along
 float32's path. That hides a stall: a weight that stands still at 1.0 is moved along by every new
@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..bits import adam
 from ..bits.notation import STATE
 from ..bits.places import SLACK, PlaceFormat
 from .format_rows import FormatRows, MomentBounds
@@ -175,7 +176,7 @@ class WatchedOptimizer:
         self.keeps_weights = (self.kind == WEIGHTS).reshape(-1, 1, 1)
         self.is_anchored = self.keeps_weights.copy()  # begins each window at float32's weights
         self.is_anchored[self.free] = False
-        self.roots = np.flatnonzero(self.kind == ROOT)
+        self.rows_of_kind = [np.flatnonzero(self.kind == kind) for kind in range(len(STATE))]
         self.bounded = np.array([not form.independent for form in forms])
         self.sample = Sample(parameters, sample, seed)
         self.rows = FormatRows(forms, seed)
@@ -393,27 +394,31 @@ class WatchedOptimizer:
         # How far other code has moved the weights since the update before
         between = weight - np.concatenate((self.last_weight[None], weight_after[:-1]))
         self.last_weight = weight_after[-1]
-        g = settings.sign * g + settings.decay_of_gradient * weight
-        # Every row becomes kept * factor + added. The four kinds are weights, m, v, and the root,
-        # which is squared first and so is updated like v.
-        factor = np.stack((np.ones_like(beta1), beta1, beta2, beta2), axis=1)[:, self.kind]
-        added = np.stack((moved, (1 - beta1) * g, (1 - beta2) * g * g), axis=1)
-        added_kind = np.minimum(self.kind, V)
+        g = adam.with_coupled_decay(settings.sign * g, weight, settings.decay_of_gradient)
         for i in np.flatnonzero(finite):
             if between[i].any():
                 self.displace(between[i])
             old = self.kept[len(self.window)]
             new = self.kept[len(self.window) + 1]
-            rows = old.copy()
-            rows[self.roots] *= rows[self.roots]
-            rows *= factor[i]
-            rows += added[i].take(added_kind, 0)
-            rows[self.roots] = np.sqrt(rows[self.roots])
+            rows = self.updated(old, moved[i], g[i], beta1[i], beta2[i])
             self.rows.round(rows, self.largest, new, self.moment_bounds(rows, beta1[i], beta2[i]))
             if not live[i].all():  # an optimizer leaves tensors without gradient alone
                 np.copyto(new, old, where=~live[i])
             self.window.append(Replayed(moved[i], live[i], updates[i].settings))
             self.steps += 1
+
+    def updated(self, rows: np.ndarray, moved: np.ndarray, g: np.ndarray, beta1, beta2):
+        """The rows [C, T, P] after an update, not rounded yet.
+
+        `moved` is how far the update moves float32's weights, and `g` its gradient, both [T, P].
+        """
+        of_weights, of_m, of_v, of_root = self.rows_of_kind
+        after = np.empty_like(rows)
+        after[of_weights] = rows[of_weights] + moved
+        after[of_m] = adam.first_moment(rows[of_m], g, beta1)
+        after[of_v] = adam.second_moment(rows[of_v], g, beta2)
+        after[of_root] = np.sqrt(adam.second_moment(np.square(rows[of_root]), g, beta2))
+        return after
 
     def displace(self, by: np.ndarray) -> None:
         """Moves the free rows as other code has moved float32's weights between two updates.
@@ -431,8 +436,8 @@ class WatchedOptimizer:
 
         These are the first two of the rows [C, T, P].
         """
-        step = self.steps + 1
-        limit = SLACK * (1 - beta1**step) / np.sqrt(1 - beta2**step)  # as in Places.moments
+        corrections = adam.bias_corrections(self.steps + 1, beta1, beta2)
+        limit = SLACK * adam.full_step_quotient(*corrections)  # as in Places.moments
         m = np.abs(rows[0])
         root = np.sqrt(rows[1])
         least = np.full_like(rows, np.nan)
@@ -471,19 +476,21 @@ class WatchedOptimizer:
         settings = self.by_tensor([replayed.settings for replayed in self.window])
         steps = np.arange(self.steps - len(live) + 1, self.steps + 1, dtype=np.float32)
         steps = steps.reshape(-1, 1, 1)
-        root_correction2 = np.sqrt(1 - settings.beta2**steps)
-        step_size = live * settings.learning_rate / (1 - settings.beta1**steps)
+        learning_rate = live * settings.learning_rate
+        corrections = adam.bias_corrections(steps, settings.beta1, settings.beta2)
         kept = self.kept[1 : len(live) + 1]
-        exact_step = step_size * kept[:, 0]
-        exact_divisor = np.sqrt(kept[:, 1]) / root_correction2 + settings.eps
+        exact_m = kept[:, 0]
+        exact_root = np.sqrt(kept[:, 1])
         moved = kept[-1] - self.kept[0]
         moved[self.free] -= self.displaced
         for row, kind in enumerate(self.kind):
-            if kind == M:
-                moved[row] = (step_size * kept[:, row] / exact_divisor).sum(0)
-            elif kind in (V, ROOT):
+            if kind == WEIGHTS:
+                continue
+            m = kept[:, row] if kind == M else exact_m
+            root = exact_root
+            if kind in (V, ROOT):
                 root = np.sqrt(kept[:, row]) if kind == V else kept[:, row]
-                moved[row] = (exact_step / (root / root_correction2 + settings.eps)).sum(0)
+            moved[row] = adam.step(m, root, learning_rate, *corrections, settings.eps).sum(0)
         return moved
 
 

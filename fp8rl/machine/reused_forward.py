@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from ..bits.low_bit_adam import Hook
+from ..bits.packed_weights import Hook
 from ..fp8 import Float8Linear
 from ..model import ActorCritic
 from ..normalization import Normalized, NormalizedRecurrent

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from .. import rng
+from ..bits import adam
 from ..bits.places import Places
 from ..precision import PRECISIONS, SCALE_GROWTH_INTERVAL, Precision, StepReport
 from ..state import TensorState
@@ -63,22 +64,18 @@ class Adam(TensorState):
         self.count += takes
         taken = takes.float()
         steps = self.count.clamp(min=1)  # with 0 steps, the bias corrections would divide by 0
-        bias_correction1 = 1 - BETA1**steps
-        root_correction2 = (1 - BETA2**steps).sqrt()
-        step_size = bias_correction1.reciprocal() * self.rate * taken
-        # An agent that takes no step keeps its moments.
-        weight1 = (1 - BETA1) * taken
-        decay2 = 1 - (1 - BETA2) * taken
-        # The quotient |m| / sqrt(v) at which the step is as long as the learning rate.
-        limit = bias_correction1 / root_correction2
+        bias_correction1, root_correction2 = adam.bias_corrections(steps, BETA1, BETA2)
+        limit = adam.full_step_quotient(bias_correction1, root_correction2)
+        lr = self.rate * taken
         all_step = takes.device.type == rng.HOST and takes.all()
         for agents, places in self.parts:
             g = grad[agents] * factor[agents]
             if not all_step:
                 # Masked, because a gradient that is not finite would be NaN after times 0.
                 g = g.masked_fill_(~takes[agents], 0)
-            m = self.first[agents].lerp_(g, weight1[agents])
-            v = self.second[agents].mul_(decay2[agents]).addcmul_(g, g, value=1 - BETA2)
+            m = self.first[agents]
+            v = self.second[agents]
+            adam.update_moments_fast(m, v, g, BETA1, BETA2, taken[agents])
             noise = {}
             if places.noisy:
                 steps_before = self.count[agents] - taken[agents]
@@ -87,8 +84,9 @@ class Adam(TensorState):
                 drawn = rng.uniform(seeds, "rounding", steps_before, shape, grad.device)
                 noise = places.split_noise(drawn)
             (m, m_kept), (v, v_kept) = places.moments(m, v, self.sizes, noise, limit[agents])
-            denominator = v.sqrt().div_(root_correction2[agents]).add_(ADAM_EPS)
-            theta = self.theta[agents].addcdiv_(m * step_size[agents], denominator, value=-1)
+            theta = self.theta[agents]
+            corrections = bias_correction1[agents], root_correction2[agents]
+            adam.step_fast(theta, m, v, lr[agents], *corrections, ADAM_EPS)
             if places:
                 theta.copy_(places.weights(theta, self.sizes, noise))
                 self.first[agents] = m_kept

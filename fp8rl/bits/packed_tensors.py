@@ -1,0 +1,59 @@
+"""Tensors as they are stored in few bits: codes, and scales beside them.
+
+Codes are numbers of one of torch's float8 or 16-bit types, or float32 for a format that torch has
+no type for. Scales are float32 powers of two: one for the tensor, or one for each block of 32
+numbers.
+"""
+
+import torch
+
+from .formats import DTYPES, blocks, power_of_two_scale, unblocked
+from .places import BLOCK, PlaceFormat
+
+Packed = tuple[torch.Tensor, torch.Tensor | None]  # codes, and scales or None
+
+
+def dtype_of(form: PlaceFormat | None) -> torch.dtype:
+    """The type of the codes of a format; float32 if torch has no type for it."""
+    return DTYPES.get(form.format.name, torch.float32) if form else torch.float32
+
+
+def has_scale(form: PlaceFormat | None) -> bool:
+    """Whether scales are stored beside the codes of a format."""
+    return dtype_of(form) != torch.float32 and form.scaled
+
+
+def pack(x: torch.Tensor, form: PlaceFormat | None) -> Packed:
+    """Packs a float32 tensor whose numbers are already rounded to a format.
+
+    Returns codes of the tensor's shape, and scales [] or [blocks], or None if there is no scale.
+    """
+    dtype = dtype_of(form)
+    if not has_scale(form):
+        return x.to(dtype, copy=True), None
+    flat = x.flatten()
+    rows = blocks(flat, BLOCK) if form.block else flat
+    scale = power_of_two_scale(rows.abs().amax(-1), form.format.largest)
+    rows = rows / scale.unsqueeze(-1)
+    flat_codes = unblocked(rows, flat) if form.block else rows
+    return flat_codes.view(x.shape).to(dtype), scale
+
+
+def unpack(codes: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """The float32 tensor that `pack` packed, in memory of its own."""
+    x = codes.to(torch.float32, copy=True)
+    if scale is None:
+        return x
+    if not scale.dim():
+        return x.mul_(scale)
+    flat = x.flatten()
+    return unblocked(blocks(flat, BLOCK) * scale.unsqueeze(-1), flat).view(x.shape)
+
+
+def packed_kinds(p: torch.Tensor, name: str, form: PlaceFormat | None) -> dict[str, tuple]:
+    """Shapes and types of what is stored under a name of a tensor like `p`, by key of its state."""
+    kinds = {name: (p.shape, dtype_of(form))}
+    if has_scale(form):
+        shape = [-(-p.numel() // BLOCK)] if form.block else []
+        kinds[f"{name}_scale"] = (torch.Size(shape), torch.float32)
+    return kinds
