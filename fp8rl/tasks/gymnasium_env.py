@@ -167,8 +167,9 @@ def why_not_made(env_id: str, error: Exception) -> str:
     if isinstance(error, ImportError):
         return f"which Gymnasium cannot make ({one_line(error)}): install what is missing"
     if not isinstance(error, gymnasium.error.Error):
-        # Gymnasium appends its own words to a TypeError of the environment.
-        cause = error.__cause__ or error
+        cause = error
+        if isinstance(error, TypeError) and error.__cause__:
+            cause = error.__cause__  # without what Gymnasium appends to a TypeError
         what = f"{type(cause).__name__}: {one_line(cause)}{where_raised(cause)}"
         remedy = "fix its class"
         if isinstance(cause, TypeError):
