@@ -69,8 +69,9 @@ class Config:
     seed: int = 0  # Seed of the initial weights, start states, actions and replay.
     steps: int = 100_000  # Environment steps to train for, rounded down to whole iterations.
 
-    # A Gymnasium environment, such as CartPole-v1. Observations must be a flat Box or Discrete,
-    # actions Discrete or a flat, bounded Box. None: the built-in cart.
+    # A Gymnasium environment, such as CartPole-v1, or my_module:MyEnv-v0 if my_module registers it.
+    # A class of your own need not be registered: my_module:MyEnv. Observations must be a flat Box
+    # or Discrete, actions Discrete or a flat, bounded Box. None: the built-in cart.
     env_id: str | None = None
     num_envs: int = 16  # Number of environments stepped together, N.
     # Training episodes start with position and velocity within this distance of 0, evaluation

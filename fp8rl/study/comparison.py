@@ -19,7 +19,7 @@ from ..disk.safe_files import opened
 from ..history import History
 from ..precision import Precision
 from ..tasks.by_id import task_of
-from ..tasks.gymnasium_env import interface_of
+from ..tasks.gymnasium_env import gymnasium_id, interface_of
 from .statistics import bootstrap_interval, iqm
 
 THRESHOLD = float(gymnasium.spec("fp8rl/CustomEnv-v0").reward_threshold)  # the cart's
@@ -102,8 +102,8 @@ def threshold_of(env_id: str | None) -> float:
     if task and name.isidentifier():  # a task of one's own
         found = getattr(task, "reward_threshold", None)
     else:
-        interface_of(env_id)  # imports its module
-        found = gymnasium.spec(name).reward_threshold
+        interface_of(env_id)  # says why, if it cannot be made
+        found = gymnasium.spec(gymnasium_id(env_id)).reward_threshold
     if found is None:
         raise ValueError(
             f"threshold is None, and {env_id} has none itself: name it, as in --threshold 100"

@@ -1,10 +1,11 @@
 """Finds a task as tensors by its name.
 
 A task of your own is a subclass of TensorEnv (env.py) in a module of your own. Its name is
-"module:Class".
+"module:Class". (A subclass of gymnasium.Env is named in the same way; gymnasium_env.py finds it.)
 """
 
 import importlib
+from types import ModuleType
 
 from ..distribution import Categorical
 from ..env import TensorEnv
@@ -22,21 +23,48 @@ TASKS = {
 }
 
 
+def split_id(env_id: str) -> tuple[str, str]:
+    """The module that an env_id "module:name" names, or an empty string, and the name."""
+    module, _, name = env_id.rpartition(":")
+    return module, name
+
+
+def import_module_of(env_id: str) -> ModuleType | None:
+    """Imports the module that an env_id "module:name" names. None if it names no module.
+
+    Raises ValueError if the module is missing or raises while it is imported.
+    """
+    module, name = split_id(env_id)
+    if not module:
+        return None
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # whatever the module's own code raises
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        missing = getattr(error, "name", None)
+        remedy = f"fix {module}"
+        if module.endswith(".py") or "/" in module:
+            as_module = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+            remedy = f"name a module, not a file, as in {as_module}:{name}"
+        elif isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{missing}."):
+            remedy = f"start in the folder that {missing} is in, or install it"
+        elif isinstance(error, ModuleNotFoundError):
+            remedy = f"install {missing}, or fix {module}"
+        raise ValueError(
+            f"env_id is {env_id!r}, whose module cannot be imported ({reason}): {remedy}"
+        ) from error
+
+
 def task_of(env_id: str | None) -> type[TensorEnv] | None:
     """The task of this name as tensors, or None if only Gymnasium may have it.
 
     Imports the module that a name "module:Class" names. Raises ValueError if that fails, and for a
     task that lacks an attribute or has fewer than 2 or more than 256 actions.
     """
-    module, _, name = (env_id or "").rpartition(":")
+    module, name = split_id(env_id or "")
     if not (module and name.isidentifier()):
         return TASKS.get(env_id)
-    try:
-        task = getattr(importlib.import_module(module), name, None)
-    except Exception as error:  # whatever the module's own code raises
-        raise ValueError(
-            f"env_id is {env_id!r}, whose module cannot be imported ({error}): fix or install it"
-        ) from error
+    task = getattr(import_module_of(env_id), name, None)
     if not (isinstance(task, type) and issubclass(task, TensorEnv)):
         return None
     for attribute in ("bounds", "max_steps", "state_size", "num_actions"):

@@ -2,12 +2,17 @@
 
 `GymEnv` gives a Gymnasium vector environment (NumPy, CPU) the attributes and methods of `TensorEnv`
 that training uses. Observations may be a flat Box, Discrete, or a Tuple or Dict of these. Actions
-may be Discrete, or a flat Box with bounds."""
+may be Discrete, or a flat Box with bounds.
+
+An environment of your own is named as in `gymnasium.make`: "my_module:MyEnv-v0" if my_module
+registers it. A class that is not registered is named "my_module:MyEnv" (`gymnasium_id`)."""
 
 import contextlib
 import signal
 import threading
+import traceback
 import warnings
+from pathlib import Path
 from typing import NamedTuple
 
 import gymnasium
@@ -16,8 +21,9 @@ import torch
 from gymnasium.spaces import Box
 
 from ..distribution import Categorical, Gaussian
+from ..env import TensorEnv
 from ..state import TensorState
-from .by_id import task_of
+from .by_id import import_module_of, split_id, task_of
 
 VECTORIZATIONS = ("sync", "async")
 # Interfaces by name, each with its registration in Gymnasium, because a name may be registered
@@ -36,12 +42,26 @@ class EnvironmentFailed(RuntimeError):
 
 def failure(env_id: str, error: Exception) -> EnvironmentFailed:
     """The exception for an environment that raised `error`, with a one-line message."""
-    what = f"{type(error).__name__}: {one_line(error)}"
+    what = f"{type(error).__name__}: {one_line(error)}{where_raised(error)}"
     if isinstance(error, EOFError | ConnectionError):
         what = "one of its processes died"
     return EnvironmentFailed(
         f"environment {env_id} failed ({what}): fix it, and resume if there is a checkpoint"
     )
+
+
+def where_raised(error: Exception) -> str:
+    """The last line of the user's own code in an error's traceback, as ", my_env.py line 12".
+
+    An installed package is not the user's code. The string is empty for an error that comes from
+    another process, because Gymnasium passes no traceback on.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        is_installed = {"site-packages", "dist-packages"} & set(path.parts)
+        if not is_installed and Path(__file__).parents[1] not in path.parents:
+            return f", {path.name} line {frame.lineno}"
+    return ""
 
 
 def flattens(space: gymnasium.Space) -> bool:
@@ -90,6 +110,81 @@ class Interface(NamedTuple):
     max_steps: int
 
 
+def gymnasium_id(env_id: str) -> str:
+    """The name by which Gymnasium makes an environment, without the module that registers it.
+
+    The module of a name "module:name" is imported. If that is the name of a subclass of
+    gymnasium.Env there, the class is registered, with the time limit of its attribute `spec`, if it
+    has one. If it is registered already, without arguments, it keeps the name and time limit of
+    that registration. Raises ValueError if the module cannot be imported, for a class that is
+    registered more than once, and for something else than a class.
+    """
+    module, name = split_id(env_id)
+    imported = import_module_of(env_id)
+    named = getattr(imported, name, None) if imported else None
+    if named is None or name in gymnasium.registry:
+        return name
+    is_class = isinstance(named, type)
+    if is_class and issubclass(named, TensorEnv):
+        raise ValueError(
+            f"env_id is {env_id!r}, a TensorEnv, which Gymnasium cannot make: "
+            "leave out vectorization and film"
+        )
+    if not (is_class and issubclass(named, gymnasium.Env)):
+        what = f"the class {name}" if is_class else f"a {type(named).__name__}"
+        raise ValueError(
+            f"env_id is {env_id!r}, which is {what}: name a subclass of gymnasium.Env, a subclass "
+            f"of fp8rl.env.TensorEnv, or an id that {module} registers, as in {module}:MyEnv-v0"
+        )
+    entry_points = (named, env_id, f"{named.__module__}:{named.__qualname__}")
+    ids = [
+        spec.id
+        for spec in gymnasium.registry.values()
+        if spec.entry_point in entry_points and not spec.kwargs
+    ]
+    if len(ids) > 1:
+        raise ValueError(
+            f"env_id is {env_id!r}, a class that is registered as {', '.join(ids)}: "
+            f"use one of these names, as in {module}:{ids[0]}"
+        )
+    if ids:
+        return ids[0]
+    own_id = f"{module}.{name}"
+    # An earlier class of this name, from a notebook's cell that was run again.
+    gymnasium.registry.pop(own_id, None)
+    gymnasium.register(
+        own_id,
+        named,
+        max_episode_steps=getattr(named.spec, "max_episode_steps", None),
+        reward_threshold=getattr(named.spec, "reward_threshold", None),
+    )
+    return own_id
+
+
+def why_not_made(env_id: str, error: Exception) -> str:
+    """Why Gymnasium cannot make an environment, and what to do about it, in one line."""
+    module, name = split_id(env_id)
+    if isinstance(error, ImportError):
+        return f"which Gymnasium cannot make ({one_line(error)}): install what is missing"
+    if not isinstance(error, gymnasium.error.Error):
+        cause = error
+        if isinstance(error, TypeError) and error.__cause__:
+            cause = error.__cause__  # without what Gymnasium appends to a TypeError
+        what = f"{type(cause).__name__}: {one_line(cause)}{where_raised(cause)}"
+        remedy = "fix its class"
+        if isinstance(cause, TypeError):
+            remedy = "give the arguments of its __init__ defaults, or name an id with kwargs"
+        return f"which raises when it is made ({what}): {remedy}"
+    if module == "__main__":
+        remedy = "define it first, or in a file, because another process has another __main__"
+    elif module:
+        remedy = f"register it in {module}, or name a class of it, as in {module}:MyEnv"
+    else:
+        example = name.replace(".", ":") if "." in name else "my_module:MyEnv-v0"
+        remedy = f"register it first, or name the module that does, as in {example}"
+    return f"which Gymnasium cannot make ({one_line(error).rstrip('.')}): {remedy}"
+
+
 def interface_of(env_id: str) -> Interface:
     """The interface of an environment. Without a time limit it gets 10,000 steps, with a warning.
 
@@ -97,15 +192,14 @@ def interface_of(env_id: str) -> Interface:
     Observations must be a flat Box with features, or become one (`flattens`). Actions must be
     Discrete, with 2 to 256 actions, or a flat Box of bounded floating-point numbers.
     """
-    name = env_id.rpartition(":")[2]  # without a module to import
+    name = gymnasium_id(env_id)
     spec, known = KNOWN.get(name, (None, None))
     if spec and spec is gymnasium.registry.get(name):
         return known
     try:
-        env = gymnasium.make(env_id)
-    except (gymnasium.error.Error, ImportError) as error:
-        what = f"which Gymnasium cannot make: {one_line(error)}"
-        raise ValueError(f"env_id is {env_id!r}, {what}") from error
+        env = gymnasium.make(name)
+    except Exception as error:  # whatever the environment's own code raises
+        raise ValueError(f"env_id is {env_id!r}, {why_not_made(env_id, error)}") from error
     env.close()
     observations = env.observation_space
     if flattens(observations):
@@ -122,7 +216,8 @@ def interface_of(env_id: str) -> Interface:
     limit = env.spec.max_episode_steps or 10_000
     known = Interface((low, high), *actions_of(env_id, env.action_space), limit)
     if env.spec.max_episode_steps is None:
-        what = f"registered without a time limit, so an evaluation takes up to {limit:,} steps"
+        kind = "registered" if env_id.endswith(name) else "a class"
+        what = f"{kind} without a time limit, so an evaluation takes up to {limit:,} steps"
         warnings.warn(
             f"env_id is {env_id!r}, {what}: register it with max_episode_steps", stacklevel=2
         )
@@ -157,13 +252,14 @@ def require_renderable(env_id: str) -> float:
     Raises ValueError, with the environment's reason, if it cannot. The environment is made, reset
     and rendered to find out, because the package that draws it may be missing.
     """
+    name = gymnasium_id(env_id)
     reason = None
     try:
-        with contextlib.closing(gymnasium.make(env_id)) as env:
+        with contextlib.closing(gymnasium.make(name)) as env:
             if "rgb_array" not in env.metadata.get("render_modes", ()):
                 reason = "its render_modes have no rgb_array"
         if reason is None:
-            with contextlib.closing(gymnasium.make(env_id, render_mode="rgb_array")) as env:
+            with contextlib.closing(gymnasium.make(name, render_mode="rgb_array")) as env:
                 env.reset(seed=0)
                 frame = np.asarray(env.render())
             if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
@@ -209,8 +305,8 @@ class GymEnv(TensorState):
             )
         self.bounds, self.num_actions, self.actions, self.max_steps = interface_of(env_id)
         self.distribution = Categorical if isinstance(self.actions, int) else Gaussian
-        # The name without a module, because nothing is imported here.
-        self.discount = getattr(task_of(env_id.rpartition(":")[2]), "discount", 1.0)
+        name = gymnasium_id(env_id)
+        self.discount = getattr(task_of(name), "discount", 1.0)
         self.env_id = env_id
         self.num_envs = num_envs
         self.device = torch.device(device)
@@ -220,7 +316,7 @@ class GymEnv(TensorState):
         try:
             with children_ignore_interrupts() if self._async else contextlib.nullcontext():
                 self.envs = gymnasium.make_vec(
-                    env_id,
+                    name,
                     num_envs,
                     vectorization_mode=vectorization,
                     vector_kwargs=options,

@@ -1,0 +1,231 @@
+"""An environment of one's own, as a student has it: a Gymnasium class in a file of its own."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+from helpers import TINY, after, refused, trained
+
+import fp8rl
+from fp8rl.build import Machine, build
+from fp8rl.config import Config
+from fp8rl.disk import checkpoint
+from fp8rl.population.batches import obstacle
+from fp8rl.study import parallel
+from fp8rl.study.comparison import threshold_of
+from fp8rl.tasks.gymnasium_env import (
+    EnvironmentFailed,
+    GymEnv,
+    gymnasium_id,
+    interface_of,
+    require_renderable,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*without a time limit")
+
+MODULE = """
+import gymnasium
+import numpy as np
+from gymnasium.envs.registration import EnvSpec
+from fp8rl.env import TensorEnv
+
+class Walk(gymnasium.Env):
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
+    observation_space = gymnasium.spaces.Box(-10, 10, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        self.position = self.np_random.uniform(-1, 1, 1).astype(np.float32)
+        return self.position, {}
+
+    def step(self, action):
+        self.steps += 1
+        self.position = self.position + np.float32(0.1 if action == 1 else -0.1)
+        return self.position, 1 - abs(float(self.position[0])), False, self.steps == 20, {}
+
+    def render(self):
+        return np.full((20, 20, 3), self.steps, np.uint8)
+
+class Registered(Walk): pass
+gymnasium.register("Registered-v0", Registered, max_episode_steps=15)
+
+class Limited(Walk):
+    spec = EnvSpec("Limited-v0", max_episode_steps=10, reward_threshold=5)
+
+class Twice(Walk): pass
+gymnasium.register("Twice-v0", Twice)
+gymnasium.register("Twice-v1", "own_env:Twice")
+
+class CartPole(Walk): pass
+
+class NeedsSize(Walk):
+    def __init__(self, size): pass
+
+class RaisesWhenMade(Walk):
+    def __init__(self): 1 / 0
+
+class RaisesInReset(Walk):
+    def reset(self, *, seed=None, options=None): return {}["x"], {}
+
+class RaisesInStep(Walk):
+    def step(self, action): raise ValueError("two\\nlines")
+
+class WithoutSpaces(gymnasium.Env): pass
+
+class Picture(Walk):
+    observation_space = gymnasium.spaces.Box(0, 255, (8, 8), np.uint8)
+
+class Room(TensorEnv):
+    bounds, max_steps, state_size, num_actions = ((-1,), (1,)), 9, 1, 2
+    def start(self, numbers): return numbers
+
+class Stranger: pass
+
+def make(): return Walk()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_env(tmp_path, monkeypatch):
+    """The module own_env, in the current folder."""
+    (tmp_path / "own_env.py").write_text(MODULE)
+    (tmp_path / "broken_env.py").write_text("import no_such_package")
+    before = dict(gymnasium.registry)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    yield
+    sys.modules.pop("own_env", None)
+    gymnasium.registry.clear()
+    gymnasium.registry.update(before)
+
+
+def config_of(env_id: str, **fields) -> Config:
+    return Config(env_id=env_id, steps=128, eval_every=0, eval_episodes=2, **TINY, **fields)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "max_steps"),
+    [
+        ("own_env:Registered-v0", 15),
+        ("own_env:Registered", 15),  # the class of that registration
+        ("own_env:Walk", 10_000),  # says no time limit
+        ("own_env:Limited", 10),  # says it in its spec
+        ("own_env:CartPole", 10_000),  # not Gymnasium's
+        ("own_env:Room", 9),
+    ],
+)
+def test_an_environment_is_found_by_its_name(env_id, max_steps):
+    assert build(config_of(env_id)).env.max_steps == max_steps
+
+
+def test_a_class_is_trained_from_the_folder_of_its_file(tmp_path):
+    """By the command, which finds the module in the current folder."""
+    fields = [word for name, size in TINY.items() for word in (f"--{name}", str(size))]
+    options = [*fields, "--steps", "128", "--eval-episodes", "2", "--out", "run"]
+    command = [sys.executable, "-m", "fp8rl", "train", "--env-id", "own_env:Walk", *options]
+    variables = {**os.environ, "PYTHONPATH": str(Path(fp8rl.__file__).parents[1])}
+    ended = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "own_env:Walk', a class without a time limit" in ended.stderr
+    assert (tmp_path / "run/checkpoint.pt").exists()
+
+
+def test_a_class_that_is_not_registered_trains_in_every_way(tmp_path):
+    """In processes, again from a checkpoint, and in the processes of a study."""
+    config = config_of("own_env:Limited")
+    run = trained(build(config))
+    assert isinstance(run.env, GymEnv)
+    there = trained(build(config, Machine(vectorization="async")))
+    assert there.history.final_return == run.history.final_return
+    there.close()
+
+    path = tmp_path / "checkpoint.pt"
+    checkpoint.save(path, after(1, build(config)))
+    again, state = checkpoint.resume(path)
+    assert len(trained(build(again, state=state)).history) == 2
+    module = sys.modules.pop("own_env")
+    refused("checkpoint .* add --trust", checkpoint.resume, path)
+    sys.modules["own_env"] = module
+
+    assert "train it alone" in obstacle(config)
+    with pytest.warns(UserWarning, match="trained alone"):
+        (result,) = parallel.run_all([config], progress=False)
+    assert result[1].final_return == run.history.final_return
+    assert threshold_of("own_env:Limited") == 5
+    assert require_renderable("own_env:Limited") == 10
+
+
+class Here(gymnasium.Env):
+    """An environment of this module, as of a notebook's cell."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), 0.0, True, False, {}
+
+
+def test_a_class_of_a_notebook_is_found_and_found_anew_when_its_cell_is_run_again(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "Here", Here, raising=False)
+    assert interface_of("__main__:Here").num_actions == 2
+    assert trained(build(config_of("__main__:Here"))).history.final_return == 0
+
+    class Changed(Here):
+        action_space = gymnasium.spaces.Discrete(5)
+
+    monkeypatch.setattr(sys.modules["__main__"], "Here", Changed)
+    assert gymnasium_id("__main__:Here") == "__main__.Here"
+    assert interface_of("__main__:Here").num_actions == 5
+
+
+THREE = "name a subclass of gymnasium.Env, a subclass of fp8rl.env.TensorEnv, or an id that own_env"
+WRONG = {
+    "no_such_module:Walk": "cannot be imported .*: start in the folder that no_such_module is in",
+    "no_such_module:Walk-v0": "cannot be imported .*: start in the folder that no_such_module is",
+    "broken_env:Walk": "cannot be imported .*: install no_such_package, or fix broken_env",
+    "own_env.py:Walk": "cannot be imported .*: name a module, not a file, as in own_env:Walk",
+    "./own_env.py:Walk-v0": "cannot be imported .*: name a module, .* as in own_env:Walk-v0",
+    "own_env.Walk": "Gymnasium cannot make .*: register it first, .* as in own_env:Walk",
+    "Walk-v0": "Gymnasium cannot make .*, as in my_module:MyEnv-v0",
+    "own_env:Wlak": "Gymnasium cannot make .*: register it in own_env, or name a class of it",
+    "own_env:Registered-v7": "Gymnasium cannot make .*v7.* It provides .*v0",
+    "__main__:Gone": "Gymnasium cannot make .*: define it first",
+    "own_env:Twice": "registered as Twice-v0, Twice-v1: use one of these names",
+    "own_env:make": f"a function: {THREE}",
+    "own_env:Stranger": f"the class Stranger: {THREE}",
+    "own_env:NeedsSize": "raises when it is made .*'size'.*: give the arguments of its __init__",
+    "own_env:RaisesWhenMade": "raises when it is made .*, own_env.py line .*: fix its class",
+    "own_env:WithoutSpaces": "raises when it is made .* action space.*: fix its class",
+    "own_env:Picture": "observations are Box.*: register it wrapped in .*FlattenObservation",
+}
+
+
+@pytest.mark.parametrize("env_id", WRONG)
+def test_a_name_that_is_wrong_is_refused_with_the_fix(env_id):
+    refused(f"env_id is {env_id!r}, .*{WRONG[env_id]}", build, config_of(env_id))
+
+
+def test_a_tensor_env_is_no_class_of_gymnasium():
+    machine = Machine(vectorization="sync")
+    refused("env_id is .*: leave out vec", build, config_of("own_env:Room"), machine)
+
+
+@pytest.mark.parametrize("name", ["RaisesInReset", "RaisesInStep"])
+def test_an_environment_that_raises_is_told_with_its_line(name):
+    message = rf"environment own_env:{name} failed \(.*, own_env.py line \d+\): fix it"
+    refused(message, lambda: trained(config_of(f"own_env:{name}")), error=EnvironmentFailed)
