@@ -109,6 +109,14 @@ def test_outputs_are_those_of_one_full_run(path, code):
     assert path.stat().st_size < 1_000_000
 
 
+def test_outputs_show_a_picture_in_place_of_widgets(notebook, code):
+    """Elsewhere than in the session that made it, a widget is an error message. Before a commit, drop
+    its entry from each output, and `widgets` from the metadata; the picture stays."""
+    assert "widgets" not in notebook["metadata"]
+    types = [name for cell in code for output in cell["outputs"] for name in output.get("data", {})]
+    assert "application/vnd.jupyter.widget-view+json" not in types
+
+
 def test_sections_are_numbered_in_order(notebook, prose):
     """A heading that an edit has deleted leaves a gap, or a row of the first cell's table of sections
     that leads nowhere."""
