@@ -22,6 +22,7 @@ from .sample import (
 )
 
 FROZEN = 0.05  # a tensor with a rate below this stands still
+STALLED = 0.1  # a training that ends with a rate below this has nearly stopped
 # Noise, relative to float32's step, above which it is reported. Less noise hardly matters, because
 # it averages out.
 NOISY = 2.5
@@ -89,15 +90,16 @@ class Evidence(NamedTuple):
     def verdict(self, tolerates: tuple[float, float]) -> str:
         """The verdict, by the factors of the learning rate that the training tolerates."""
         low, high = tolerates
+        all_frozen = len(self.frozen) == len(self.tensors)
+        slow = "stalls" if self.last < STALLED or all_frozen else "slower"
         if self.overall < low:
-            all_frozen = len(self.frozen) == len(self.tensors)
-            return "stalls" if self.last < FROZEN or all_frozen else "slower"
+            return slow
         if self.overall > high or self.fast(high):
             return "faster"
         if self.frozen:
             return "frozen tensors"
         if self.last < low:
-            return "stalls"
+            return slow
         if self.noise > NOISY:
             return "too noisy"
         return AS_FLOAT32
