@@ -59,8 +59,8 @@ NO_REPLAY = ("no replay: A2C", "no replay: five clipped updates")
 ARMS = (*NO_REPLAY, *REPLAY)
 # The four arms of the figure, as they lie on it
 PANELS = (
-    ("single transitions", "slices"),
-    ("single transitions, corrected", "slices, corrected"),
+    ("single transitions, new update", "slices, new update"),
+    ("single transitions, corrected, new update", "slices, corrected, new update"),
 )
 
 
@@ -197,7 +197,7 @@ def draw(rows: list[dict], path: Path, precision: str = "fp8") -> None:
                     linewidth=0.9,
                     alpha=0.7,
                 )
-            title = f"{arm}: {lost} of {len(runs)} lose it"
+            title = f"{arm.removesuffix(', new update')}: {lost} of {len(runs)} lose it"
             ax.set_title(title, fontsize=10, color="#D55E00" if lost > 1 else "#0072B2")
             ax.set(xlim=(0, STEPS), ylim=(0, 212))
             ax.set_xticks(range(0, STEPS, 10_000))

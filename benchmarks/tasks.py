@@ -7,8 +7,13 @@ tensors, in populations. Beside them stand ten seeds of Stable-Baselines3's A2C 
 settings of its zoo (zoo.py). All are evaluated in the same episodes, of the tasks as tensors.
 
 Tasks that only Gymnasium has, with Box2D or MuJoCo, come last, one seed at a time: five in float32
-and in FP8, ten of Hopper and HalfCheetah, whose seeds differ more. On these two there are five seeds
-of Stable-Baselines3's PPO, too.
+and in FP8, ten of Hopper and HalfCheetah, whose seeds differ more. On HalfCheetah there are five
+seeds of Stable-Baselines3's PPO, too. (On Hopper its PPO stood still with the zoo's settings, and
+scored 986 from the first evaluation to the last, where the zoo reports 2,410 on another version of
+the task. Nobody found out why, so it is no comparison and was left out.)
+
+A further arm makes as many updates as the defaults do, all on the newest rollout: what does replay
+add? It trained beside other work, so its seconds are left out.
 
 Stable-Baselines3's seeds of the first five tasks are from 1000 up, or 2000 of the cart. They were
 evaluated by an earlier version, in other episodes of the same kind. That flatters its percentages
@@ -90,7 +95,7 @@ NO_REPLAY = "fp32 without replay"
 PRECISIONS[NO_REPLAY] = {"precision": "fp32", "capacity": 2_064}
 PEERS = {"SB3 A2C": "A2C", "SB3 PPO": "PPO"}
 ARMS = (*PRECISIONS, *PEERS)
-DRAWN = ("fp32", "fp8", *PEERS)
+DRAWN = ("fp32", "fp8")
 # Columns of the short table, and how a newcomer knows them
 SHORT = {"fp32": "float32", "fp8": "FP8"} | {name: name for name in PEERS}
 COLUMNS = (
@@ -274,7 +279,8 @@ def line(task: str, arm: str, found: Found) -> str:
         *(f"{x:.2f}{unit_of(task)}" for x in (np.median(scores), scores.min())),
     ]
     cells += [f"{(scores >= goal).sum()} of {len(mine)}", holds, difference]
-    cells.append(f"{np.mean([each.seconds for each in mine.values()]):.1f}")
+    seconds = f"{np.mean([each.seconds for each in mine.values()]):.1f}"
+    cells.append("-" if arm == NO_REPLAY else seconds)
     return f"| {' | '.join(cells)} |"
 
 
@@ -293,8 +299,8 @@ def of_added_seeds(found: Found) -> str:
 
 
 def write(out: Path, found: Found) -> None:
-    """Makes the table of the seeds found, in which other lines stay as they are, and a short one,
-    with a line for each task."""
+    """Makes the table of the seeds found, in which other lines stay as they are, a short one with a
+    line for each task, and one of what replay adds."""
     names, arms = (
         [(task, arm) for task in TASKS for arm in ARMS],
         {(task, arm) for task, arm, _ in found},
@@ -318,7 +324,11 @@ def write(out: Path, found: Found) -> None:
     out.write_text(table(COLUMNS, [lines[name] for name in names if name in lines]) + "\n" + note)
 
     rows = []
+    replayed = []  # what replay adds
     for task, (_, steps, _, goal) in TASKS.items():
+        if (task, NO_REPLAY) in lines:
+            pair = [short(lines[task, arm]) for arm in ("fp32", NO_REPLAY) if (task, arm) in lines]
+            replayed.append(f"| {task} | {' | '.join(pair)} |")
         cells = [short(lines[task, arm]) if (task, arm) in lines else "-" for arm in SHORT]
         if set(cells) != {"-"}:
             name = "linear-quadratic cart" if task == LQR else task
@@ -327,6 +337,8 @@ def write(out: Path, found: Found) -> None:
     out.with_stem(out.stem + "_short").write_text(
         table(("task", "training steps", "goal", *SHORT.values()), rows) + "\n" + made
     )
+    columns = ("task", "16 of 17 updates on replayed slices", "17 updates on the new rollout")
+    out.with_stem(out.stem + "_replay").write_text(table(columns, replayed) + "\n" + made)
 
 
 def table(columns: tuple[str, ...], lines: list[str]) -> str:
@@ -411,8 +423,8 @@ def draw(path: Path, found: Found) -> None:
     for ax in axes.flat[len(shown) :]:
         ax.axis("off")
     handles = axes[0, 0].get_legend_handles_labels()
+    figure.suptitle("FP8 learns as float32 does, up to small losses on the carts", fontsize=15)
     note = (
-        "FP8 learns as float32 does, up to small losses on the carts.\n"
         "Up is better in every panel. Lines: interquartile means. Bands: "
         "10th to 90th percentile of the seeds."
     )

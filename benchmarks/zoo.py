@@ -65,20 +65,6 @@ WIDE = {
     "activation_fn": "ReLU",
     "net_arch": {"pi": [256, 256], "vf": [256, 256]},
 }
-SETTINGS["PPO", "Hopper-v5"] = {
-    "normalize": True,
-    "n_envs": 1,
-    "n_steps": 512,
-    "batch_size": 32,
-    "gamma": 0.999,
-    "learning_rate": 9.80828e-05,
-    "ent_coef": 0.00229519,
-    "n_epochs": 5,
-    "gae_lambda": 0.99,
-    "max_grad_norm": 0.7,
-    "vf_coef": 0.835671,
-    "policy_kwargs": WIDE,
-}
 SETTINGS["PPO", "HalfCheetah-v5"] = {
     "normalize": True,
     "n_envs": 1,

@@ -1,12 +1,12 @@
-"""The Python of the README runs."""
+"""The Python of docs/using_it.md runs."""
 
 import re
 from pathlib import Path
 
 import torch
 
-PAGE = (Path(__file__).parent.parent / "README.md").read_text()
-DOCTOR, TRAIN = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+PAGE = (Path(__file__).parent.parent / "docs/using_it.md").read_text()
+TRAIN, DOCTOR = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 
 
 def test_the_doctor_reports_on_a_training_loop(capsys):
