@@ -423,8 +423,8 @@ def draw(path: Path, found: Found) -> None:
     for ax in axes.flat[len(shown) :]:
         ax.axis("off")
     handles = axes[0, 0].get_legend_handles_labels()
-    figure.suptitle("FP8 learns as float32 does, up to small losses on the carts", fontsize=15)
     note = (
+        "FP8 learns as float32 does, up to small losses on the carts.\n"
         "Up is better in every panel. Lines: interquartile means. Bands: "
         "10th to 90th percentile of the seeds."
     )
@@ -433,6 +433,7 @@ def draw(path: Path, found: Found) -> None:
         loc="outside upper center",
         ncols=len(handles[0]),
         title=note,
+        title_fontsize=12,
         fontsize=11,
         frameon=False,
     )
