@@ -229,6 +229,11 @@ class Config:
         return cls.of({**EARLIER, **values} if isinstance(values, dict) else values)
 
     @property
+    def acting_precision(self) -> str:
+        """The precision of the policy that collects rollouts."""
+        return self.collect_precision or self.precision
+
+    @property
     def steps_per_iteration(self) -> int:
         return self.num_envs * self.rollout_length
 

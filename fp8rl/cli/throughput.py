@@ -218,7 +218,7 @@ def floor_of(
         dtype = torch.float32 if agents else PRECISIONS[precision].autocast or torch.float32
         return [fastest_product(*shape, dtype, device, agents) for shape in shapes]
 
-    acting = products(forward(envs), config.collect_precision or config.precision)
+    acting = products(forward(envs), config.acting_precision)
     if reuses_forward:
         learning = acting + products(backward(envs)) * length
     else:

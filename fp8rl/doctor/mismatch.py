@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .acting_look import KEPT, amount
+from .findings import without_nan
 from .mismatch_symptoms import (
     FEW_SEQUENCES,
     FEW_TOKENS,
@@ -187,16 +188,7 @@ class MismatchReport(NamedTuple):
         """The report as a JSON object of all fields. NaN and infinity become null."""
         fields = self._asdict()
         fields["symptoms"] = [symptom._asdict() for symptom in self.symptoms]
-        return json.dumps(finite(fields), indent=2)
-
-
-def finite(x):
-    """`x` with None in place of NaN and infinity, which JSON does not have."""
-    if isinstance(x, dict):
-        return {name: finite(value) for name, value in x.items()}
-    if isinstance(x, list | tuple):
-        return [finite(value) for value in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
+        return json.dumps(without_nan(fields), indent=2)
 
 
 def mismatch(

@@ -220,11 +220,6 @@ class WatchedOptimizer:
             return []
         return [group for optimizer in optimizers for group in optimizer.param_groups]
 
-    @property
-    def is_left(self) -> bool:
-        """Whether the script still has an optimizer that is watched here."""
-        return any(reference() is not None for reference in self.optimizers)
-
     def trouble(self) -> str:
         """Why this optimizer cannot be judged, or an empty string."""
         if not self.is_in_proportion:

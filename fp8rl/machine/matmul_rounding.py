@@ -78,8 +78,7 @@ def matmuls_of(config: Config) -> tuple[Matmuls, Matmuls]:
     """
     places = places_of(config.formats)
     learner = Matmuls(config.precision, places.get("forward"), places.get("backward"))
-    acting_precision = config.collect_precision or config.precision
-    actor = Matmuls(acting_precision, places.get("acting", learner.operands))
+    actor = Matmuls(config.acting_precision, places.get("acting", learner.operands))
     for matmuls in (learner, actor):
         if matmuls.precision != "fp32" and (matmuls.operands or matmuls.gradients):
             remedy = "use fp32 in precision and collect_precision"

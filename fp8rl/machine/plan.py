@@ -98,9 +98,8 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
     collect_device = machine.on("collect")
     store_device = machine.on("store")
     evaluate_device = machine.on("evaluate")
-    acting_precision = config.collect_precision or config.precision
     Precision(config.precision, learn_device)
-    Precision(acting_precision, collect_device, "collect_precision")
+    Precision(config.acting_precision, collect_device, "collect_precision")
     Precision(config.precision, evaluate_device)
     places = places_of(config.formats)
     check(config, machine, places, processes)
@@ -123,7 +122,7 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
     if reuses:
         acting_loop = "reuse"
     elif machine.fast_forward and config.encoder == "mlp" and environment != "gymnasium":
-        if not (normalizes or places or PRECISIONS[acting_precision].tf32):
+        if not (normalizes or places or PRECISIONS[config.acting_precision].tf32):
             acting_loop = "kernel"
     one_device = learn_device == collect_device == store_device
     uses_graph = machine.graph and processes == 1 and one_device and has_graphs(learn_device)
@@ -142,7 +141,7 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
         hardware.require_room("replay", needed, remedy, store_device)
 
     networks = FAST_NETWORKS if machine.fast_forward else NETWORKS
-    actor_is_copy = acting_precision != config.precision or collect_device != learn_device
+    actor_is_copy = config.acting_precision != config.precision or collect_device != learn_device
     return Plan(
         learn_device=learn_device,
         collect_device=collect_device,
@@ -152,7 +151,7 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
         vectorization=machine.vectorization or "sync",
         num_envs=num_envs,
         network=networks[config.encoder, normalizes],
-        acting_precision=acting_precision,
+        acting_precision=config.acting_precision,
         actor_is_copy=actor_is_copy,
         evaluated_is_copy=evaluate_device != learn_device,
         places=places,
@@ -176,7 +175,6 @@ def check(config: Config, machine: Machine, places: Places, processes: int) -> N
             raise ValueError(f"{field} is {getattr(owner, field)}{beside}: {remedy}")
 
     one_device = machine.on("collect") == machine.on("learn")
-    acting_precision = config.collect_precision or config.precision
     require("memmap", machine.memmap != "", "choose a folder")
     only_one = None in (machine.memmap, machine.store_device)
     require("memmap", only_one, "use a folder or store_device, not both")
@@ -187,7 +185,7 @@ def check(config: Config, machine: Machine, places: Places, processes: int) -> N
     for place in places:
         require("formats", place in STATE, f"leave out {place}, which only populations round")
     if "weights" in places:
-        same = acting_precision == config.precision
+        same = config.acting_precision == config.precision
         require("collect_precision", same, "leave it out, it needs a float32 copy of the weights")
         remedy = "leave block out, a run keeps one scale for each tensor of weights"
         require("formats", not places["weights"].block, remedy)
@@ -214,9 +212,8 @@ def reuses_forward(config: Config, machine: Machine, num_envs: int) -> bool:
     each step would keep its own rounded weights.
     """
     rules = PRECISIONS[config.precision]
-    acting_precision = config.collect_precision or config.precision
     on_cpu = machine.on("collect") == machine.on("learn") == torch.device("cpu")
-    if not on_cpu or acting_precision != config.precision or config.fresh_updates != 1:
+    if not on_cpu or config.acting_precision != config.precision or config.fresh_updates != 1:
         return False
     if config.formats or rules.forward or not machine.fast_forward:
         return False

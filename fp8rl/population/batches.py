@@ -51,7 +51,7 @@ def batches(configs: Iterable[Config], most: int) -> list[list[Config]]:
         groups.setdefault(shared(config), []).append(config)
 
     def key(config: Config):
-        return config.precision, config.collect_precision or config.precision, config.formats
+        return config.precision, config.acting_precision, config.formats
 
     return [
         sorted(group[i : i + most], key=key)

@@ -175,7 +175,7 @@ def summarize(
     return {
         "arm": arm or config.precision,
         "precision": config.precision,
-        "collect_precision": config.collect_precision or config.precision,
+        "collect_precision": config.acting_precision,
         "seed": config.seed,
         "final_return": -math.inf if history.failure else history.final_return,
         "area": float(history.evaluations()[1].mean()),
