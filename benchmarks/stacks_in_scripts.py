@@ -166,19 +166,19 @@ def output_of(script: Script, clone: Path, seed: int, doctor: list[str]) -> str:
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
-    errors = tempfile.TemporaryFile("w+")
-    process = subprocess.Popen(
-        words, cwd=clone, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
-    )
     lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if script.stop and re.match(script.stop, line):
-            process.send_signal(signal.SIGTERM)
-    code = process.wait()
-    if code and not script.stop:
-        errors.seek(0)
-        print(errors.read()[-600:], file=sys.stderr)
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            words, cwd=clone, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        for line in process.stdout:
+            lines.append(line)
+            if script.stop and re.match(script.stop, line):
+                process.send_signal(signal.SIGTERM)
+        code = process.wait()
+        if code and not script.stop:
+            errors.seek(0)
+            print(errors.read()[-600:], file=sys.stderr)
     return "".join(lines)
 
 

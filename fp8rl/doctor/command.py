@@ -40,8 +40,8 @@ import sys
 from pathlib import Path
 
 from ..bits.notation import OPERANDS, STATE, TOLERATES, check_tolerance, read_entries
-from .report_file import NO_STEP, ReportFile, read_report, report_as_json, require_rates
 from .real_optimizers import catalogue_as_text, is_real, read_real_optimizer, split_real
+from .report_file import NO_STEP, ReportFile, read_report, report_as_json, require_rates
 from .run_script import AfterImport, Refusal, Target, before_termination, first_line
 
 EXAMPLES = """\
