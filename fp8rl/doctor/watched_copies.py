@@ -30,7 +30,7 @@ from .verdicts import judge
 LEAP = 10  # a step that is longer than so many of the script's longest ones is a leap
 # How long weight decay is followed: until it has taken this share, but within these updates
 DECAY_SHARE = 0.1
-DECAY_STEPS = 64, 1000
+DECAY_STEPS = 64, 256
 MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
 
 
@@ -314,7 +314,8 @@ class WatchedCopies:
                 start = torch.nn.Parameter(weights.to(self.random_numbers.device))
                 scheduled = with_one_parameter(optimizer, group, start, lr)
                 copies = [OptimizerCopy(entry, scheduled) for entry in (own, watched.entry)]
-                before = [copy.parameters[id(start)].detach().float() for copy in copies]
+                # Copies, because the parameters change in place
+                before = [copy.parameters[id(start)].detach().float().clone() for copy in copies]
                 start.grad = torch.zeros_like(start)
                 for _ in range(steps):
                     for copy in copies:
