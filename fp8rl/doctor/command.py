@@ -228,6 +228,7 @@ VALUES = {  # the options of `compare` that have values, and how many
     "--metric": 1,
     "--last": 1,
     "--start": 1,
+    "--step": 1,
     "--loss": 1,
     "--seed-argument": 1,
     "--folder": 1,
@@ -257,6 +258,12 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="NUMBER",
         help="the metric before training (default: its first number)",
+    )
+    parser.add_argument(
+        "--step",
+        metavar="REGEX",
+        help="how the number of steps is found, such as 'global_step=(\\d+)', for the picture's "
+        "horizontal axis (default: the metric is taken to be printed at equal distances)",
     )
     direction = parser.add_mutually_exclusive_group()
     direction.add_argument(
@@ -452,19 +459,23 @@ def run_compare(options: argparse.Namespace, target: Target) -> int:
     """Runs a script in float32 and with each format, and prints a table. Returns the exit code
     (`compare`)."""
     from .compare import Comparison, compare
-    from .compare_table import Reading, check_metric
+    from .compare_table import Reading, check_pattern
 
     check_arms(options.formats)
+    check_pattern("metric", options.metric)
+    if options.step is not None:
+        check_pattern("step", options.step)
     comparison = Comparison(
         formats=tuple(options.formats),
         target=target,
         reading=Reading(
-            metric=check_metric(options.metric),
+            metric=options.metric,
             seeds=options.seeds,
             last=options.last,
             start=options.start,
             higher=options.higher,
             loss=options.loss,
+            step=options.step,
         ),
         seed_argument=options.seed_argument,
         tolerates=check_tolerance(options.tolerates),

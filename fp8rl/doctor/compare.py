@@ -15,8 +15,9 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from ..bits.notation import TOLERATES
 from .compare_table import FLOAT32, Reading, Results, last_lines, trace_of
@@ -114,35 +115,44 @@ class Folder:
     """The folder of a comparison: a log of each training, the reports of `watch`, and the results.
 
     A training that has ended whole has a file STEM.log. The log of another one is STEM.log.part,
-    and is replaced when the training begins anew. Raises Refusal for a folder that holds something
-    else, and for one in which another comparison runs.
+    and is replaced when the training begins anew.
     """
 
-    def __init__(self, path: Path, comparison: Comparison):
+    def __init__(self, path: Path):
         self.path = path
+
+    @contextlib.contextmanager
+    def held_for(self, comparison: Comparison) -> Iterator[None]:
+        """A context in which no other comparison can have the folder.
+
+        Raises Refusal for a folder that another comparison has, and for one that holds something
+        else.
+        """
+        path = self.path
+        command = path / "command.json"
         try:
             path.mkdir(parents=True, exist_ok=True)
-            known = path / "command.json"
-            if any(path.iterdir()) and not known.exists():
+            if any(path.iterdir()) and not command.exists():
                 raise Refusal(f"folder is {path}, which holds no comparison: name a new folder")
-            self.file = known.open("a+")  # open, and so locked, until the process ends
+            file = command.open("a+")
         except OSError as error:
             raise Refusal(f"folder is {path}, which cannot be used: {reason(error)}") from error
-        self.lock()
-        self.file.seek(0)
-        content = self.file.read()
-        if content:
-            self.check(content, comparison)
-        self.file.truncate(0)
-        command = {"runs": comparison.of_runs(), "reading": comparison.reading.as_json()}
-        json.dump(command, self.file, indent=1)
-        self.file.flush()
+        with file:  # closing it gives up the lock
+            self.lock(file)
+            file.seek(0)
+            if content := file.read():
+                self.check(content, comparison)
+            file.truncate(0)
+            content = {"runs": comparison.of_runs(), "reading": comparison.reading.as_json()}
+            json.dump(content, file, indent=1)
+            file.flush()
+            yield
 
-    def lock(self) -> None:
+    def lock(self, file: TextIO) -> None:
         """Raises Refusal if another process has the folder."""
         try:
             if fcntl:
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise Refusal(
                 f"folder is {self.path}, in which another comparison runs: name another folder"
@@ -333,15 +343,12 @@ class Trainings:
         none."""
         log = self.folder.log(run)
         trace = trace_of(log, self.comparison.reading)
-        if trace.numbers:
-            return f"{trace.outcome:.6g}"
-        if run.format == FLOAT32:
+        if not trace.numbers and run.format == FLOAT32:
             raise Refusal(
                 f"metric is {self.comparison.reading.metric!r}, which the script never prints: "
                 f"its output ends with {last_lines(log, 3)!r} (all of it: {log})"
             )
-        self.failures[run] = "the metric is not in its output"
-        return self.failures[run]
+        return f"{trace.outcome:.6g}"
 
     def stop(self) -> None:
         """Ends the processes that run."""
@@ -362,7 +369,13 @@ def compare(comparison: Comparison, path: Path, jobs: int = 1) -> int:
     Returns the exit code: 0, or 1 if a training with few bits has failed. Raises Refusal for a
     folder of another comparison, and if the script fails in float32 or never prints the metric.
     """
-    folder = Folder(path, comparison)
+    folder = Folder(path)
+    with folder.held_for(comparison):
+        return compare_in(folder, comparison, jobs)
+
+
+def compare_in(folder: Folder, comparison: Comparison, jobs: int) -> int:
+    """Makes a comparison in a folder that is held. Returns the exit code (`compare`)."""
     trainings = Trainings(comparison, folder)
     try:
         trainings.make(jobs)
@@ -377,18 +390,18 @@ def compare(comparison: Comparison, path: Path, jobs: int = 1) -> int:
         return 130
     results = Results(comparison.reading)
     for run in comparison.runs():
-        report = read_report(folder.report(run)) if run.format == FLOAT32 else None
-        log = folder.log(run)
         if run in trainings.failures:
             results.add_failure(run.format, run.seed, trainings.failures[run])
-        else:
-            results.add(run.format, run.seed, trace_of(log, comparison.reading), report)
+            continue
+        report = read_report(folder.report(run)) if run.format == FLOAT32 else None
+        trace = trace_of(folder.log(run), comparison.reading)
+        results.add(run.format, run.seed, trace, report)
     table = results.table()
-    (path / "table.md").write_text(table)
+    (folder.path / "table.md").write_text(table)
     print(table, end="")
-    draw(results, path / "curves.png")
     results.write_csv(folder.results)
-    return 1 if trainings.failures else 0
+    draw(results, folder.path / "curves.png")
+    return 1 if results.failures else 0
 
 
 def draw(results: Results, path: Path) -> None:

@@ -1,17 +1,16 @@
 """The picture of a comparison: float32's metric over time, and that of each format."""
 
-import itertools
 import math
-from statistics import fmean
+from collections.abc import Iterable
 
 from matplotlib.figure import Figure
 
-from .compare_table import FLOAT32, Results
+from .compare_table import FLOAT32, Results, Trace, mean
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart: vermillion, blue, green,
 # orange, purple, sky blue
 COLORS = ("#D55E00", "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
-POINTS = 40  # of a line at most
+POINTS = 25  # of a line at most
 BEYOND = 1.0  # how far outside float32's range is shown, in its range: an arm may diverge
 APART = 0.09  # between the names of two lines, in the height of the picture
 NAMED = 3  # formats in the title at most
@@ -26,27 +25,25 @@ def figure_of(results: Results) -> Figure:
     figure = Figure(figsize=(9, 5), layout="constrained")
     ax = figure.add_subplot()
     points = points_of(results)
+    end = end_of(results)
     means = {}
     for arm, color in zip(results.traces, colors_of(results), strict=True):
-        curves = [
-            averaged(trace.numbers, points)
-            for trace in results.traces[arm].values()
-            if trace.numbers
-        ]
-        if not curves:
+        traces = results.traces[arm].values()
+        if not traces:  # all have failed
             continue
-        times = [(point + 0.5) / points for point in range(points)]
-        mean = [fmean(values) for values in zip(*curves, strict=True)]
-        means[arm] = mean
-        if len(curves) > 1:
-            for curve in curves:
-                ax.plot(times, curve, color=color, linewidth=0.7, alpha=0.4)
+        if len(traces) > 1:
+            for trace in traces:
+                ax.plot(*line_of([trace], points, end), color=color, linewidth=0.7, alpha=0.4)
+        times, means[arm] = line_of(traces, points, end)
         width = 3.5 if arm == FLOAT32 else 2
-        marker = "o" if points == 1 else None
-        ax.plot(times, mean, color=color, linewidth=width, marker=marker)
+        marker = "o" if len(times) == 1 else None
+        ax.plot(times, means[arm], color=color, linewidth=width, marker=marker)
     ax.set_ylim(*limits(means))
-    ax.set_xlim(0, 1)
-    ax.set_xlabel("share of the training, by the numbers that the script prints")
+    ax.set_xlim(0, end)
+    if results.reading.step is None:
+        ax.set_xlabel("share of the numbers that the script prints")
+    else:
+        ax.set_xlabel(results.reading.step, parse_math=False)
     better = "higher" if results.higher else "lower"
     ax.set_ylabel(f"{results.reading.metric}\n({better} is better)", parse_math=False)
     ax.spines[["top", "right"]].set_visible(False)
@@ -58,13 +55,33 @@ def figure_of(results: Results) -> Figure:
 def points_of(results: Results) -> int:
     """How many points a line has: as many as the shortest trace has numbers, and at most POINTS."""
     lengths = [len(t.numbers) for traces in results.traces.values() for t in traces.values()]
-    return min([POINTS, *filter(None, lengths)])
+    return min(POINTS, *lengths)
 
 
-def averaged(numbers: list[float], points: int) -> list[float]:
-    """Numbers as a line of points, each the mean of those that are next to each other."""
-    borders = [round(point * len(numbers) / points) for point in range(points + 1)]
-    return [fmean(numbers[a:b]) for a, b in itertools.pairwise(borders)]
+def end_of(results: Results) -> float:
+    """Where the horizontal axis ends: at 1, or at the last step of a training."""
+    if results.reading.step is None:
+        return 1.0
+    traces = [t for of_arm in results.traces.values() for t in of_arm.values()]
+    return max((time for t in traces for time in t.times if time == time), default=0) or 1.0
+
+
+def line_of(traces: Iterable[Trace], points: int, end: float) -> tuple[list[float], list[float]]:
+    """The times and heights of a line. The axis is cut into equal parts, and each is a point: the
+    mean of its numbers in each training, and then over those. A part without numbers is none."""
+    heights: list[list[float]] = [[] for _ in range(points)]
+    for trace in traces:
+        parts: list[list[float]] = [[] for _ in range(points)]
+        for time, number in zip(trace.times, trace.numbers, strict=True):
+            if time == time:  # a step is known
+                part = int(points * time / end)
+                parts[min(max(part, 0), points - 1)].append(number)
+        for height, numbers in zip(heights, parts, strict=True):
+            if numbers:
+                height.append(mean(numbers))
+    seen = [part for part in range(points) if heights[part]]
+    times = [(part + 0.5) / points * end for part in seen]
+    return times, [mean(heights[part]) for part in seen]
 
 
 def colors_of(results: Results) -> list[str]:
@@ -78,7 +95,7 @@ def limits(means: dict[str, list[float]]) -> tuple[float, float]:
     span = max(exact) - min(exact) or 1.0
     lowest = min(exact) - BEYOND * span
     highest = max(exact) + BEYOND * span
-    seen = [min(max(x, lowest), highest) for mean in means.values() for x in mean if x == x]
+    seen = [min(max(x, lowest), highest) for line in means.values() for x in line if x == x]
     low, high = min(seen, default=0.0), max(seen, default=1.0)
     margin = 0.05 * (high - low or 1.0)
     return low - margin, high + margin
@@ -104,8 +121,8 @@ def name_lines(ax, results: Results, means: dict[str, list[float]]) -> None:
     would cover each other are moved apart."""
     low, high = ax.get_ylim()
     ends = {}
-    for arm, mean in means.items():
-        finite = [x for x in mean if math.isfinite(x)]
+    for arm, line in means.items():
+        finite = [x for x in line if math.isfinite(x)]
         height = ((finite[-1] if finite else high) - low) / (high - low)  # of the axes, 0 to 1
         ends[arm] = min(max(height, 0), 1)
     order = sorted(ends, key=ends.get)
@@ -143,5 +160,7 @@ def label_of(arm: str, results: Results) -> str:
     words = [w.word for seed in results.exact for w in results.words_for(arm, seed)]
     said = ", ".join(dict.fromkeys(words))
     share = results.loss(arm).share
-    lost = "" if math.isnan(share) else f", lost {share:.2f}"
-    return f"{arm}\n{said}{lost}"
+    if math.isnan(share):
+        return f"{arm}\n{said}"
+    outcome = f"lost {share:.2f}" if share >= 0 else f"better by {-share:.2f}"
+    return f"{arm}\n{said}, {outcome}"

@@ -4,15 +4,15 @@ A training's outcome is the last number of a metric in its log. An arm is a form
 are kept at once, as in "weights=bf16 v=bf16".
 """
 
+import bisect
 import csv
 import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import NamedTuple
 
-from ..bits.notation import bits_of, split_entry
+from ..bits.notation import split_entry
 
 FLOAT32 = "float32"
 NOT_JUDGED = "not judged"
@@ -41,6 +41,8 @@ class Reading(NamedTuple):
     `start`   the metric before training; None means its first number
     `higher`  whether more is better; None means the direction in which float32 moves it
     `loss`    the share of float32's gain that an arm must lose before it counts as worse
+    `step`    a regular expression for how far the training is, on the line of the metric or before
+              it; None means that the numbers are printed at equal distances. For the picture alone
     """
 
     metric: str
@@ -49,6 +51,7 @@ class Reading(NamedTuple):
     start: float | None = None
     higher: bool | None = None
     loss: float = 0.1
+    step: str | None = None
 
     def as_json(self) -> dict[str, object]:
         return self._asdict() | {"seeds": list(self.seeds)}
@@ -59,10 +62,13 @@ class Trace(NamedTuple):
 
     `numbers`  in the order in which the script has printed them
     `outcome`  the mean of the last ones; NaN if there is no number
+    `times`    how far the training is at each number: a share of the training, from 0 to 1, or the
+               script's step, which is NaN before it prints one
     """
 
     numbers: list[float]
     outcome: float
+    times: list[float]
 
 
 class Word(NamedTuple):
@@ -85,35 +91,56 @@ class Loss(NamedTuple):
     within: bool | None
 
 
-def check_metric(metric: str) -> str:
-    """Raises ValueError unless a text is a regular expression with at most one group."""
+def check_pattern(name: str, pattern: str) -> None:
+    """Raises ValueError, which begins with a name, unless a text is a regular expression with at
+    most one group."""
     try:
-        groups = re.compile(metric).groups
+        groups = re.compile(pattern).groups
     except re.error as error:
         raise ValueError(
-            f"metric is {metric!r}, which is no regular expression: {error}"
+            f"{name} is {pattern!r}, which is no regular expression: {error}"
         ) from error
     if groups > 1:
         raise ValueError(
-            f"metric is {metric!r}, which has {groups} groups: leave one, around the number, "
+            f"{name} is {pattern!r}, which has {groups} groups: leave one, around the number, "
             "and write others as (?:...)"
         )
-    return metric
 
 
 def trace_of(log: Path, reading: Reading) -> Trace:
-    """The metric in a log. Raises ValueError if the regular expression finds what is no number."""
+    """The metric in a log. Raises ValueError if a regular expression finds what is no number, and
+    if it finds the metric but never a step."""
+    text = text_of(log)
+    found = numbers_in(text, reading.metric, f"in {log}", "metric")
+    numbers = [number for _, number in found]
+    outcome = mean(numbers[-reading.last :])
+    if reading.step is None:
+        return Trace(numbers, outcome, [(i + 0.5) / len(numbers) for i in range(len(numbers))])
+    steps = numbers_in(text, reading.step, f"in {log}", "step")
+    if found and not steps:
+        raise ValueError(f"step is {reading.step!r}, which is not in {log}: mend it")
+    places = [place for place, _ in steps]
+    times = []
+    for place, _ in found:
+        end_of_line = text.find("\n", place)
+        before = bisect.bisect(places, end_of_line if end_of_line >= 0 else len(text))
+        times.append(steps[before - 1][1] if before else math.nan)
+    return Trace(numbers, outcome, times)
+
+
+def numbers_in(text: str, pattern: str, where: str, name: str) -> list[tuple[int, float]]:
+    """The numbers that a regular expression finds, each with the place where its match ends."""
     numbers = []
-    for match in re.finditer(reading.metric, text_of(log), re.MULTILINE):
-        text = match[match.re.groups]
+    for match in re.finditer(pattern, text, re.MULTILINE):
+        found = match[match.re.groups]
         try:
-            numbers.append(float((text or "").strip(AROUND_NUMBERS)))
+            numbers.append((match.end(), float((found or "").strip(AROUND_NUMBERS))))
         except ValueError as error:
             raise ValueError(
-                f"metric is {reading.metric!r}, which finds {text!r} in {log}: "
+                f"{name} is {pattern!r}, which finds {found!r} {where}: "
                 "put a group around the number alone"
             ) from error
-    return Trace(numbers, fmean(numbers[-reading.last :]) if numbers else math.nan)
+    return numbers
 
 
 def text_of(log: Path) -> str:
@@ -162,13 +189,13 @@ def claim_of(words: Iterable[str]) -> bool | None:
 
 
 def has_16_bit_weights(arm: str) -> bool:
-    """Whether an arm keeps weights in 16 bits or fewer, stochastically or not."""
+    """Whether an arm keeps weights in fewer bits than float32 has, stochastically or not."""
     for part in arm.split():
         place, form = split_entry(part)
         name, *words = form.split(":")
         if place == "model" or (place == "optimizer" and "bf16" in words):
             return True
-        if place == "weights" and 1 + sum(bits_of(name)) <= 16:
+        if place == "weights" and name not in ("fp32", "e8m23"):
             return True
     return False
 
@@ -188,6 +215,9 @@ class Results:
 
     def add(self, arm: str, seed: int | None, trace: Trace, report: dict | None) -> None:
         """Adds a training that has ended whole. `report` is the one of `watch`, for float32."""
+        if not trace.numbers:
+            self.add_failure(arm, seed, "the metric is not in its output")
+            return
         self.traces.setdefault(arm, {})[seed] = trace
         if report is not None:
             self.words[seed] = words_of(report)
@@ -215,7 +245,7 @@ class Results:
         moves from the first to the last quarter of its numbers."""
         if self.reading.higher is not None:
             return self.reading.higher
-        return fmean(map(movement_of, self.exact.values())) >= 0
+        return mean([movement_of(trace) for trace in self.exact.values()]) >= 0
 
     @property
     def sign(self) -> int:
@@ -229,7 +259,7 @@ class Results:
 
     def gain(self, seeds: Iterable[int | None]) -> float:
         """How much better float32's outcome is than its start, as a mean over seeds."""
-        return fmean(self.sign * (self.exact[s].outcome - self.start(s)) for s in seeds)
+        return mean([self.sign * (self.exact[s].outcome - self.start(s)) for s in seeds])
 
     # What an arm loses
 
@@ -242,8 +272,8 @@ class Results:
             return Loss(math.inf, None)
         exact = [self.exact[seed].outcome for seed in seeds]
         kept = [self.traces[arm][seed].outcome for seed in seeds]
-        difference = self.sign * (fmean(exact) - fmean(kept))
-        within = abs(difference) < stdev(exact) if len(seeds) > 1 else None
+        difference = self.sign * (mean(exact) - mean(kept))
+        within = abs(difference) < deviation(exact) if len(seeds) > 1 else None
         return Loss(difference / gain, within)
 
     def is_worse(self, arm: str) -> bool | None:
@@ -288,7 +318,7 @@ class Results:
     def cells(self, arm: str) -> list[str]:
         words = [self.words_for(arm, seed) for seed in self.exact]
         rates = [" and ".join(number(w.rate, 2) for w in of_seed) for of_seed in words]
-        said = [" and ".join(w.word for w in of_seed) for of_seed in words]
+        said = [" and ".join(dict.fromkeys(w.word for w in of_seed)) for of_seed in words]
         return [
             f"`{arm}`",
             ", ".join(rates),
@@ -334,7 +364,9 @@ class Results:
             f'"As float32" claims to lose at most {self.reading.loss:g}, "slower" and "stalls" '
             "claim to lose more. Other words claim neither.",
         ]
-        if not gain > 0:
+        if not math.isfinite(gain):
+            notes.append("Float32 ends with what is no finite number, so no loss is known.")
+        elif gain <= 0:
             notes.append(
                 f"Float32 gains nothing, so no loss is known: train longer, or name a metric that "
                 f"training makes {'higher' if self.higher else 'lower'}, or its --start."
@@ -355,7 +387,7 @@ class Results:
                 "All seeds give the same numbers: the script does not use its seed, and there is "
                 "in effect one."
             )
-        spread = stdev(trace.outcome for trace in self.exact.values())
+        spread = deviation([trace.outcome for trace in self.exact.values()])
         return f"The spread of seeds is float32's standard deviation over them ({spread:.4g})."
 
     def score(self) -> str:
@@ -398,7 +430,18 @@ class Results:
 def movement_of(trace: Trace) -> float:
     """How far the metric moves from the first to the last quarter of its numbers."""
     quarter = max(1, len(trace.numbers) // 4)
-    return fmean(trace.numbers[-quarter:]) - fmean(trace.numbers[:quarter])
+    return mean(trace.numbers[-quarter:]) - mean(trace.numbers[:quarter])
+
+
+def mean(numbers: list[float]) -> float:
+    """NaN for no numbers. Infinities are numbers here, which statistics.fmean refuses to add."""
+    return sum(numbers) / len(numbers) if numbers else math.nan
+
+
+def deviation(numbers: list[float]) -> float:
+    """The standard deviation of a sample."""
+    center = mean(numbers)
+    return math.sqrt(sum((x - center) ** 2 for x in numbers) / (len(numbers) - 1))
 
 
 def number(x: float, digits: int) -> str:
