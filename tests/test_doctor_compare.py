@@ -17,7 +17,9 @@ from fp8rl.doctor import command as doctor
 from fp8rl.doctor import compare
 from fp8rl.doctor.compare_figure import figure_of, spread_out
 from fp8rl.doctor.compare_table import (
+    CLAIMS,
     FLOAT32,
+    NOT_JUDGED,
     Reading,
     Results,
     check_pattern,
@@ -26,6 +28,7 @@ from fp8rl.doctor.compare_table import (
     trace_of,
 )
 from fp8rl.doctor.report_file import report_as_json
+from fp8rl.doctor.verdicts import SEVERITY
 
 # A training in which bfloat16 stalls: weights of 1 and steps of 0.0001
 TRAINING = """
@@ -275,6 +278,12 @@ def test_what_cannot_be_compared_is_refused(stub, arguments, message):
     assert not Path("compare-script").exists()
 
 
+def test_a_report_that_nobody_would_see_is_refused(capfd):
+    with pytest.raises(SystemExit) as end:
+        doctor.main(["watch", "--quiet", "script.py"])
+    assert end.value.code == 2 and "quiet needs a file" in capfd.readouterr().err
+
+
 # Words and outcomes
 
 
@@ -359,6 +368,10 @@ def test_what_float32_does_decides_what_can_be_said(tmp_path):
 )
 def test_words_claim_a_loss_or_none_or_neither(words, claim):
     assert claim_of(words) is claim
+
+
+def test_every_word_has_its_claim_from_the_mildest_to_the_worst():
+    assert [*CLAIMS] == [NOT_JUDGED, *SEVERITY]
 
 
 def test_weights_of_16_bits_are_known_by_their_format():

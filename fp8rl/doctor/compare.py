@@ -397,7 +397,7 @@ def compare_in(folder: Folder, comparison: Comparison, jobs: int) -> int:
         trace = trace_of(folder.log(run), comparison.reading)
         results.add(run.format, run.seed, trace, report)
     table = results.table()
-    (folder.path / "table.md").write_text(table)
+    (folder.path / "table.md").write_text(table, encoding="utf-8")
     print(table, end="")
     results.write_csv(folder.results)
     draw(results, folder.path / "curves.png")

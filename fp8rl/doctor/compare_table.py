@@ -144,15 +144,15 @@ def numbers_in(text: str, pattern: str, where: str, name: str) -> list[tuple[int
 
 
 def text_of(log: Path) -> str:
-    """The output of the script alone. A progress bar's lines, which end with a carriage return, are
-    lines."""
-    lines = log.read_text(errors="replace").replace("\r", "\n").split("\n")
+    """The output of the script alone. What a progress bar overwrites, after a carriage return, are
+    lines, too."""
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     return "\n".join(line for line in lines if not line.startswith(DOCTOR))
 
 
 def last_lines(log: Path, count: int) -> str:
     """The last lines of a log that are not empty, as one line."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    lines = [line.strip() for line in log.read_text("utf-8", errors="replace").splitlines()]
     return " / ".join([line for line in lines if line][-count:])[-SHOWN:]
 
 
@@ -407,7 +407,7 @@ class Results:
     def write_csv(self, path: Path) -> None:
         """Writes a line for each training."""
         unfinished = path.with_name(path.name + ".part")
-        with unfinished.open("w", newline="") as file:
+        with unfinished.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(("format", "seed", "rate", "word", "start", "outcome", "numbers"))
             for arm, traces in self.traces.items():
