@@ -94,7 +94,7 @@ import pathlib, sys, time
 arm, seed, report, content, behaviour = sys.argv[1:]
 with open("made", "a") as file:
     file.write(arm + " " + seed + "\\n")
-if arm == "float32":
+if arm == "float32" and behaviour != "no report":
     pathlib.Path(report).write_text(content)
 end = {"float32": 1.0, "weights=bf16": 3.0}.get(arm, 1.1)
 for step in range(5):
@@ -240,6 +240,8 @@ def test_a_failure_in_float32_ends_it(stub):
     code, _, err = stub(*ARMS, *METRIC)
     assert code == 2 and stub.made() == ["float32 None"]
     assert "the script failed in float32 with exit code 1: it broke (all of it: " in err
+    stub.behaviour = "no report"
+    assert "the script ended without a report of watch" in stub(*ARMS, *METRIC)[2]
 
 
 def test_two_comparisons_do_not_share_a_folder(stub):

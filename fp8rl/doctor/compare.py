@@ -140,12 +140,16 @@ class Folder:
         with file:  # closing it gives up the lock
             self.lock(file)
             file.seek(0)
-            if content := file.read():
-                self.check(content, comparison)
-            file.truncate(0)
-            content = {"runs": comparison.of_runs(), "reading": comparison.reading.as_json()}
-            json.dump(content, file, indent=1)
-            file.flush()
+            there = file.read()
+            here = json.dumps(
+                {"runs": comparison.of_runs(), "reading": comparison.reading.as_json()}, indent=1
+            )
+            if there != here:
+                if any(path.glob("*.log")):
+                    self.check(there, comparison)
+                file.truncate(0)
+                file.write(here)
+                file.flush()
             yield
 
     def lock(self, file: TextIO) -> None:
@@ -161,7 +165,7 @@ class Folder:
             pass  # a file system without locks
 
     def check(self, content: str, comparison: Comparison) -> None:
-        """Raises Refusal if finished trainings, or results, are those of another command.
+        """Raises Refusal if a folder's trainings, or its results, are those of another command.
 
         A folder without results may be read in another way, as with a metric that is spelled right
         at last.
@@ -173,8 +177,7 @@ class Folder:
             raise Refusal(
                 f"folder is {self.path}, whose command.json nobody can read: name a new folder"
             ) from error
-        if any(self.path.glob("*.log")):
-            self.refuse_other(runs, comparison.of_runs(), "name another folder")
+        self.refuse_other(runs, comparison.of_runs(), "name another folder")
         if self.results.exists():
             remedy = f"name another folder, or delete {self.results} to read the logs anew"
             self.refuse_other(reading, comparison.reading.as_json(), remedy)
@@ -334,9 +337,22 @@ class Trainings:
                 raise Refusal(f"the script failed in float32 with {failure} (all of it: {log})")
             self.failures[run] = failure
             return f"failed with {failure}"
+        if run.format == FLOAT32:
+            self.require_report(run)
         self.folder.finish(run)
         seconds = time.monotonic() - process.started
         return f"{self.outcome_of(run)}, {seconds:.0f} s"
+
+    def require_report(self, run: Run) -> None:
+        """Raises Refusal unless `watch` has written its report."""
+        try:
+            read_report(self.folder.unfinished_report(run))
+        except Refusal as error:
+            log = self.folder.unfinished_log(run)
+            raise Refusal(
+                "the script ended without a report of watch, as scripts do that call os._exit "
+                f"(its output: {log})"
+            ) from error
 
     def outcome_of(self, run: Run) -> str:
         """The outcome of a finished training in words. Raises Refusal if one in float32 has
