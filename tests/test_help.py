@@ -64,7 +64,7 @@ def test_the_doctor_explains_itself_without_any_package(capsys):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == printed(capsys, doctor_command.main, ["--help"])
-    for command in ("watch", "keep", "twin", "mismatch"):
+    for command in ("watch", "keep", "twin", "compare", "mismatch"):
         assert f"\n  python -m fp8rl.doctor {command} " in done.stdout
         assert "--help" in printed(capsys, doctor_command.main, [command, "--help"])
 

@@ -5,6 +5,7 @@ It works with any PyTorch script, unchanged:
     python -m fp8rl.doctor watch [--json FILE] script.py --its --own arguments
     python -m fp8rl.doctor keep weights=bf16 script.py ...
     python -m fp8rl.doctor twin weights=bf16 --report FILE script.py ...
+    python -m fp8rl.doctor compare weights=bf16 v=bf16 --metric "loss (\\S+)" script.py ...
     python -m fp8rl.doctor mismatch dump.npz
 
 `watch` lets the script train in float32, as it always does. At the end it reports, on stderr and
@@ -13,6 +14,9 @@ then learn. `keep` runs the same training with a place really kept in few bits. 
 float32, at a learning rate that is multiplied by the factor that `watch` has measured. So one can
 predict what few bits do, and then see it. watch.py, keep.py and twin.py have the
 hooks that do so.
+
+`compare` runs the script under `watch` and under `keep`, each in a process of its own, and puts
+what was said beside what happened (compare.py).
 
 `mismatch` reads a learner's and an actor's log-probabilities of the same tokens and says whether
 they differ by rounding or by a bug (doctor/mismatch.py).
@@ -34,6 +38,8 @@ the steps so far. There is no report for a script that ends by os._exit or anoth
 import argparse
 import contextlib
 import importlib.util
+import itertools
+import math
 import os
 import signal
 import sys
@@ -49,6 +55,7 @@ examples:
   python -m fp8rl.doctor watch --json report.json train.py --lr 1e-3
   python -m fp8rl.doctor keep weights=bf16 train.py --lr 1e-3
   python -m fp8rl.doctor twin weights=bf16 --report report.json train.py --lr 1e-3
+  python -m fp8rl.doctor compare weights=bf16 v=bf16 --metric "loss (\\S+)" train.py --lr 1e-3
   python -m fp8rl.doctor mismatch dump.npz
 
 Write -m before a module, as in watch -m package.train."""
@@ -128,6 +135,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
         "its own.",
         "twin": "Run a script in float32, with the learning rate of each tensor multiplied by the "
         "factor that `watch` has measured for one place and format.",
+        "compare": "Train a script in float32 and with each format really kept, and say whether "
+        "what `watch` has said came true. The results are a table and a picture in a folder. The "
+        "same command goes on where it was stopped.",
         "mismatch": "Compare a learner's and an actor's log-probabilities of the same tokens: do "
         "they differ by rounding or by a bug?",
     }
@@ -143,6 +153,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
         help="list the real optimizers that --formats may name, and what is installed",
     )
     watch.add_argument("--json", type=Path, metavar="FILE", help="also write the report to a file")
+    watch.add_argument(
+        "--quiet", action="store_true", help="write the report to the file of --json alone"
+    )
     watch.add_argument(
         "--formats",
         metavar="TEXT",
@@ -181,7 +194,15 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
         metavar="FILE",
         help="the file that `watch --json` wrote",
     )
-    for command in (watch, keep, twin):
+    comparison = commands.add_parser(
+        "compare",
+        help="does what `watch` says come true? A table and a picture",
+        description=explanations["compare"],
+        usage=COMPARE_USAGE,
+        allow_abbrev=False,
+    )
+    add_compare_options(comparison)
+    for command in (watch, keep, twin, comparison):
         command.add_argument(
             "-m", dest="is_module", action="store_true", help="run a module instead of a script"
         )
@@ -190,35 +211,186 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
             "arguments", nargs=argparse.REMAINDER, help="arguments of the script itself"
         )
         rest.required = False  # or else they are said to be missing
-    compare = commands.add_parser(
+    dump = commands.add_parser(
         "mismatch",
         help="do log-probabilities of the same tokens differ by rounding or by a bug?",
         description=explanations["mismatch"],
     )
-    compare.add_argument(
+    dump.add_argument(
         "dump",
         type=Path,
         help="an .npz file with arrays learner_logp and actor_logp, [sequences, tokens], "
         "and perhaps mask, advantages and lengths",
     )
-    compare.add_argument(
+    dump.add_argument(
         "--clip",
         type=float,
         default=0.2,
         help="PPO's clip: how far a ratio may be from 1 (default: 0.2)",
     )
-    compare.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the report to a file"
-    )
+    dump.add_argument("--json", type=Path, metavar="FILE", help="also write the report to a file")
+    formats = []
+    if arguments[:1] == ["compare"]:
+        formats, others = split_formats(arguments[1:])
+        arguments = ["compare", *with_values_attached(others)]
     options = parser.parse_args(arguments or ["--help"])
+    if options.command == "compare":
+        options.formats = formats
     if options.command == "mismatch":
         return options, None
     return options, Target(options.script, options.arguments, options.is_module)
 
 
+COMPARE_USAGE = """\
+python -m fp8rl.doctor compare FORMAT [FORMAT ...] --metric REGEX [options] [-m] script ..."""
+VALUES = {  # the options of `compare` that have values, and how many
+    "--metric": 1,
+    "--last": 1,
+    "--start": 1,
+    "--step": 1,
+    "--loss": 1,
+    "--seed-argument": 1,
+    "--folder": 1,
+    "--jobs": 1,
+    "--tolerates": 2,
+}
+
+
+def add_compare_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `compare`. Its formats stand before them (`split_formats`)."""
+    parser.add_argument(
+        "--metric",
+        required=True,
+        metavar="REGEX",
+        help="how a number is found in the script's output, such as 'loss (\\S+)': what the group "
+        "finds or, without a group, all of it. The outcome of a training is the last number",
+    )
+    parser.add_argument(
+        "--last",
+        type=int,
+        default=1,
+        metavar="N",
+        help="the outcome is the mean of the last N numbers (default: 1)",
+    )
+    parser.add_argument(
+        "--start",
+        type=float,
+        metavar="NUMBER",
+        help="the metric before training (default: its first number)",
+    )
+    parser.add_argument(
+        "--step",
+        metavar="REGEX",
+        help="how the number of steps is found, such as 'global_step=(\\d+)', for the picture's "
+        "horizontal axis (default: the metric is taken to be printed at equal distances)",
+    )
+    direction = parser.add_mutually_exclusive_group()
+    direction.add_argument(
+        "--higher",
+        action="store_const",
+        const=True,
+        default=None,
+        help="more is better (default: the direction in which float32 moves the metric)",
+    )
+    direction.add_argument(
+        "--lower",
+        dest="higher",
+        action="store_const",
+        const=False,
+        default=None,
+        help="less is better",
+    )
+    parser.add_argument(
+        "--loss",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="a format is worse if it loses more than this share of what float32 gains "
+        "(default: 0.1)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=seeds_of,
+        default=(),
+        metavar="SEED ...",
+        help="train once with each seed, as in --seeds 1 2 3",
+    )
+    parser.add_argument(
+        "--seed-argument",
+        default="",
+        metavar="NAME",
+        help="the script's argument for a seed: --seed gives --seed 1, and seed= gives seed=1",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="where logs, table and picture go (default: compare-SCRIPT)",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="trainings at once (default: 1)"
+    )
+    parser.add_argument(
+        "--tolerates",
+        type=float,
+        nargs=2,
+        default=TOLERATES,
+        metavar=("LOW", "HIGH"),
+        help="as for watch (default: {} {})".format(*TOLERATES),
+    )
+
+
+def split_formats(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The formats at the beginning of the arguments of `compare`, and the other arguments.
+
+    A format has an equals sign, and an option begins with a dash.
+    """
+    formats = list(itertools.takewhile(lambda w: "=" in w and not w.startswith("-"), arguments))
+    return [" ".join(text.split()) for text in formats], arguments[len(formats) :]
+
+
+def with_values_attached(arguments: list[str]) -> list[str]:
+    """The arguments of `compare`, with the values of its options after an equals sign.
+
+    argparse takes a value that begins with a dash, such as --seed-argument --seed, for another
+    option, and a script after --seeds 1 2 3 for one more seed. The arguments of the script stay as
+    they are.
+    """
+    words: list[str] = []
+    left = list(arguments)
+    while left and left[0].startswith("-"):
+        option = left.pop(0)
+        if option == "--seeds":
+            seeds = list(itertools.takewhile(is_whole_number, left))
+            words.append(f"{option}={' '.join(seeds)}")
+            del left[: len(seeds)]
+        elif VALUES.get(option) == 1 and left:
+            words.append(f"{option}={left.pop(0)}")
+        else:
+            count = VALUES.get(option, 0)
+            words += [option, *left[:count]]
+            del left[:count]
+    return words + left
+
+
+def is_whole_number(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
+
+
+def seeds_of(text: str) -> tuple[int, ...]:
+    """The seeds of a text such as "1 2 3"."""
+    seeds = tuple(map(int, text.split()))
+    if not seeds or len({*seeds}) < len(seeds):
+        raise argparse.ArgumentTypeError("give whole numbers, each once, as in --seeds 1 2 3")
+    return seeds
+
+
 def run_watch(options: argparse.Namespace, target: Target) -> int:
     """Runs a script that trains in float32, and reports on stderr. Returns its exit code."""
-    attached = Attached("Watch", formats_to_watch(options), check_tolerance(options.tolerates))
+    if options.quiet and not options.json:
+        raise Refusal("quiet needs a file for the report: add --json FILE")
+    formats = formats_to_watch(options.formats)
+    attached = Attached("Watch", formats, check_tolerance(options.tolerates))
     reports = os.environ.get("RANK", "0") == "0"  # only the first rank of torchrun reports
     file = ReportFile(options.json) if options.json and reports else None
 
@@ -233,7 +405,8 @@ def run_watch(options: argparse.Namespace, target: Target) -> int:
             if file:
                 file.write(content)
         finally:
-            print(f"\nfp8rl.doctor:\n{text}", file=sys.stderr)
+            if not options.quiet:
+                print(f"\nfp8rl.doctor:\n{text}", file=sys.stderr)
 
     def report_so_far() -> None:
         if not (reports and attached.is_here):
@@ -256,16 +429,15 @@ def run_watch(options: argparse.Namespace, target: Target) -> int:
     return code
 
 
-def formats_to_watch(options: argparse.Namespace) -> tuple[str, ...]:
+def formats_to_watch(text: str | None) -> tuple[str, ...]:
     """The places and formats that --formats names; none if it is not given, which means those that
     `Watch` judges by itself. Raises ValueError or Refusal for what it cannot judge."""
-    if options.formats is None:
+    if text is None:
         return ()
-    formats = tuple(options.formats.split())
+    formats = tuple(text.split())
     if not formats or len(formats) > len({*formats}):
         raise Refusal(
-            f"formats is {options.formats!r}: give each place and format once, "
-            "as in 'weights=bf16 v=e5m2'"
+            f"formats is {text!r}: give each place and format once, as in 'weights=bf16 v=e5m2'"
         )
     for text in formats:
         if is_real(text):
@@ -283,19 +455,26 @@ def formats_to_watch(options: argparse.Namespace) -> tuple[str, ...]:
 
 def run_keep(options: argparse.Namespace, target: Target) -> int:
     """Runs a script with places kept in few bits. Returns its exit code (`code_of_change`)."""
-    if not options.formats.split():
-        raise Refusal("formats is empty: name a place and its format, as in weights=bf16")
-    emulated, real = split_real(options.formats)
-    entries = read_entries(emulated, (*STATE, *OPERANDS))
-    if len(real) > 1:
-        raise Refusal(f"formats has {' '.join(real)}: keep one real optimizer at a time")
-    for text in real:
-        read_real_optimizer(text)
-        if taken := [entry.place for entry in entries if entry.place in STATE]:
-            raise Refusal(f"formats has {taken[0]} and {text}: leave out one, both keep {taken[0]}")
+    check_formats_to_keep(options.formats)
     with Attached("Keep", options.formats) as attached:
         code = target.exit_code()
     return code_of_change(attached, code)
+
+
+def check_formats_to_keep(text: str) -> None:
+    """Raises ValueError or Refusal for places and formats that `keep` cannot keep."""
+    if not text.split():
+        raise Refusal("formats is empty: name a place and its format, as in weights=bf16")
+    emulated, real = split_real(text)
+    places = [entry.place for entry in read_entries(emulated, (*STATE, *OPERANDS))]
+    if len(real) > 1:
+        raise Refusal(f"formats has {' '.join(real)}: keep one real optimizer at a time")
+    for entry in real:
+        read_real_optimizer(entry)
+        if taken := [place for place in places if place in STATE]:
+            raise Refusal(
+                f"formats has {taken[0]} and {entry}: leave out one, both keep {taken[0]}"
+            )
 
 
 def run_twin(options: argparse.Namespace, target: Target) -> int:
@@ -306,6 +485,66 @@ def run_twin(options: argparse.Namespace, target: Target) -> int:
     with Attached("Twin", options.format, report, options.report) as attached:
         code = target.exit_code()
     return code_of_change(attached, code)
+
+
+def run_compare(options: argparse.Namespace, target: Target) -> int:
+    """Runs a script in float32 and with each format, and prints a table. Returns the exit code
+    (`compare`)."""
+    from .compare import Comparison, compare
+    from .compare_table import Reading, check_pattern
+
+    check_arms(options.formats)
+    check_pattern("metric", options.metric)
+    if options.step is not None:
+        check_pattern("step", options.step)
+    comparison = Comparison(
+        formats=tuple(options.formats),
+        target=target,
+        reading=Reading(
+            metric=options.metric,
+            seeds=options.seeds,
+            last=options.last,
+            start=options.start,
+            higher=options.higher,
+            loss=options.loss,
+            step=options.step,
+        ),
+        seed_argument=options.seed_argument,
+        tolerates=check_tolerance(options.tolerates),
+    )
+    if options.seeds and not options.seed_argument:
+        raise Refusal("seeds need a name: add the script's argument, as in --seed-argument --seed")
+    if options.seed_argument and not options.seeds:
+        raise Refusal("seed-argument needs seeds: add them, as in --seeds 1 2 3")
+    for name, count in (("last", options.last), ("jobs", options.jobs)):
+        if count < 1:
+            raise Refusal(f"{name} is {count}: use at least 1")
+    if not 0 <= options.loss < math.inf:
+        raise Refusal(f"loss is {options.loss}: use a share of float32's gain, such as 0.1")
+    if not math.isfinite(options.start or 0):
+        raise Refusal(f"start is {options.start}: use a finite number")
+    if not target.is_module and not Path(target.name).is_file():
+        raise Refusal(f"script is {target.name}: there is no such file")
+    name = target.name if target.is_module else Path(target.name).stem
+    return compare(comparison, options.folder or Path(f"compare-{name}"), options.jobs)
+
+
+def check_arms(arms: list[str]) -> None:
+    """Raises ValueError or Refusal for formats that cannot be compared. An arm is a text with one
+    or several places and formats."""
+    if not arms:
+        raise Refusal(
+            "formats are missing: write them first, as in "
+            'compare weights=bf16 v=bf16 --metric "loss (\\S+)" train.py'
+        )
+    known = []
+    for arm in arms:
+        check_formats_to_keep(arm)
+        for text in arm.split():
+            formats_to_watch(text)
+        if {*arm.split()} in known:
+            raise Refusal(f"formats has {arm!r} twice: name each once")
+        known.append({*arm.split()})
 
 
 def code_of_change(attached: Attached, code: int) -> int:
@@ -346,6 +585,7 @@ def main(arguments: list[str] | None = None) -> None:
         "watch": run_watch,
         "keep": run_keep,
         "twin": run_twin,
+        "compare": run_compare,
         "mismatch": run_mismatch,
     }
     try:

@@ -38,7 +38,16 @@ PARTS = 24  # into how many parts of the training the rates of tensors are split
 
 ERRORS = 2  # how many standard errors a stochastic row's rate may be off
 # From the mildest to the worst, for rows that disagree
-SEVERITY = (AS_FLOAT32, "too noisy", "frozen tensors", "faster", "slower", "stalls")
+SEVERITY = (
+    AS_FLOAT32,
+    "too noisy",
+    "frozen tensors",
+    "leaps",
+    "faster",
+    "slower",
+    "stalls",
+    "diverges",
+)
 
 
 class Evidence(NamedTuple):
