@@ -35,7 +35,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..bits.notation import OPERANDS, PLACES, STATE, TOLERATES, check_tolerance
+from ..bits.notation import (
+    OPERANDS,
+    PLACES,
+    SAMPLE,
+    STATE,
+    TOLERATES,
+    check_sample,
+    check_tolerance,
+)
 from ..bits.places import PlaceFormat, places_of
 from .acting_look import ActingLook, judge_acting
 from .averages import Average
@@ -116,8 +124,10 @@ class Doctor:
     `tolerates`  lowest and highest factor of the learning rate at which this training learns
                  equally well; the default is half and four times
     `length`     updates in a window
-    `sample`     how many numbers of each optimizer are followed, equally many of each tensor. The
-                 doctor keeps 4 (length + 1) bytes for each of these numbers and each format.
+    `sample`     how many numbers of each optimizer are followed at least: equally many of each
+                 tensor, and at least 64 of each. The more there are, the smaller are the standard
+                 errors of the rates. The doctor keeps 4 (length + 17) bytes for each of these
+                 numbers and each format.
     `names`      names of the optimizers in reports
     `model`      a module, or several, whose names of parameters are used in reports
 
@@ -135,7 +145,7 @@ class Doctor:
         formats: Iterable[str] = FORMATS,
         tolerates: tuple[float, float] = TOLERATES,
         length: int = 32,
-        sample: int = 512,
+        sample: int = SAMPLE,
         seed: int = 0,
         names: Iterable[str] = (),
         model: nn.Module | Iterable[nn.Module] = (),
@@ -151,6 +161,7 @@ class Doctor:
             )
         if type(length) is not int or length < 1:
             raise ValueError(f"length is {length!r}: use a whole number of updates, at least 1")
+        check_sample(sample)
         self.tolerates = check_tolerance(tolerates)
         entries = [read_format(text, (*STATE, *OPERANDS, "acting")) for text in self.formats]
         self.operands: dict[str, Operands] = {}
@@ -297,18 +308,20 @@ class Doctor:
         tensors: Iterable[torch.Tensor],
         rate: float | Callable[[], float],
         formats: Iterable[str] = AVERAGES,
-        sample: int = 512,
+        sample: int = SAMPLE,
     ) -> None:
         """Judges a running average x <- (1 - rate) x + rate new, such as a target network.
 
         `name`     name of the average in reports, which must not be a place
         `tensors`  its tensors, float32, which other code updates
         `rate`     a number above 0 and up to 1, or a function without arguments that returns it
+        `sample`   as of Doctor
 
         The doctor reads the average before each step of the first optimizer. Between two steps, it
         may be updated once. Raises ValueError for other tensors, rates and names.
         """
         tensors = [x for x in tensors if x.numel()]
+        check_sample(sample)
         types = {str(x.dtype) for x in tensors}
         if types != {"torch.float32"}:
             listed = ", ".join(sorted(types)) or "none"
@@ -373,6 +386,7 @@ class Doctor:
                     average.length,
                     trials=[sums.of_row(i) for sums in average.all_steps],
                     steps_per_trial=average.length,
+                    numbers=average.numbers.of_row(i),
                 )
                 findings.append(finding)
             report += with_cures(findings)
@@ -383,12 +397,13 @@ class Doctor:
         by_text = {}
         for part, looked in ((watched, False), (watched.looks, True)):
             for i, text in enumerate(part.names):
-                free, trials = [], []
+                free, trials, free_numbers = [], [], None
                 if not looked:
                     trials = [sums.of_row(i) for sums in watched.trials]
                 if not looked and text in watched.free_names:
                     row = watched.free_names.index(text)
                     free = [sums.of_row(row) for sums in watched.free_windows]
+                    free_numbers = watched.free_numbers.of_row(row)
                 by_text[text] = judge(
                     watched.name,
                     text,
@@ -400,6 +415,8 @@ class Doctor:
                     looked,
                     free=free,
                     trials=trials,
+                    numbers=part.numbers.of_row(i),
+                    free_numbers=free_numbers,
                 )
         order = dict.fromkeys([*self.formats, *by_text])
         findings = [by_text[text] for text in order if text in by_text]

@@ -4,7 +4,7 @@ import collections
 
 import torch
 
-from ..bits.notation import STATE
+from ..bits.notation import SAMPLE, STATE
 from .doctor import FORMATS, Doctor
 from .findings import Report, without_nan
 from .hooks import Hooks, modules_of_process, parameters_of
@@ -42,8 +42,8 @@ class Patient:
 class Watch(Hooks):
     """Watches the training of a script.
 
-    `formats` and `tolerates` are those of Doctor. `patients` has who is watched for each number of
-    an optimizer. An error of a doctor must not stop the script.
+    `formats`, `tolerates` and `sample` are those of Doctor. `patients` has who is watched for each
+    number of an optimizer. An error of a doctor must not stop the script.
 
     **Pools.** A script that steps within the backward pass has an optimizer for each parameter.
     Optimizers are watched as one if there are at least MANY of one class, each with at most FEW
@@ -54,10 +54,13 @@ class Watch(Hooks):
     makes its first step, what was measured of optimizers that are gone is dropped, too.
     """
 
-    def __init__(self, formats: tuple[str, ...], tolerates: tuple[float, float]):
+    def __init__(
+        self, formats: tuple[str, ...], tolerates: tuple[float, float], sample: int = SAMPLE
+    ):
         super().__init__()
         self.formats = formats or WATCHED
         self.tolerates = tolerates
+        self.sample = sample
         self.patients: list[Patient] = []
         self.steps: list[int] = []
         self.may_pool: dict[type, list[int]] = {}  # small optimizers in their first step, by class
@@ -132,6 +135,7 @@ class Watch(Hooks):
                 optimizers if patient.is_pool else optimizers[0],
                 formats=self.formats,
                 tolerates=self.tolerates,
+                sample=self.sample,
                 names=[patient.name],
                 model=modules_of_process(),
             )

@@ -35,7 +35,7 @@ from ..bits.notation import STATE
 from ..bits.places import SLACK, PlaceFormat
 from .format_rows import FormatRows, MomentBounds
 from .low_bit_gradients import Looks
-from .sample import Sample, WindowSums, tensor_names
+from .sample import NumberSums, Sample, WindowSums, tensor_names
 
 WEIGHTS, M, V, ROOT = range(4)  # indices into STATE
 # Optimizers whose step is not in proportion to their learning rate, by the names of their classes,
@@ -110,8 +110,9 @@ class WatchedOptimizer:
     then the rows of `names`. `kind` [C] says which place a row keeps, by its index in STATE.
 
     `windows` has the measurements of the rows of `names`, and `free_windows` those of the free
-    rows, whose formats are in `free_names`. `trials` has the windows with the noise that is to be
-    expected of stochastic rounding, where less is seen.
+    rows, whose formats are in `free_names`. `numbers` and `free_numbers` have sums by number, from
+    which standard errors follow. `trials` has the windows with the noise that is to be expected of
+    stochastic rounding, where less is seen.
 
     Raises ValueError if no parameters learn, and for parameters of other types than float32.
     """
@@ -186,6 +187,8 @@ class WatchedOptimizer:
         self.windows: list[WindowSums] = []
         self.trials: list[WindowSums] = []  # the windows, with the noise that is to be expected
         self.free_windows: list[WindowSums] = []
+        self.numbers = NumberSums()  # of the rows of `names`
+        self.free_numbers = NumberSums()
         self.updates = 0
         self.last_update = np.zeros(len(parameters), int)  # of each tensor; 0 if it had none
         self.switched_off = [False] * len(parameters)  # whether a tensor did not require gradients
@@ -450,14 +453,17 @@ class WatchedOptimizer:
         true = np.where(self.keeps_weights, update, moved[1])
         kept = np.where(self.keeps_weights, moved, self.kept[-1])
         exact = np.stack((update, m, v, v))[self.kind]
-        sums = WindowSums.of(moved, true, (kept == 0) & (exact != 0))
+        emphasis = self.sample.emphasis
+        sums = WindowSums.of(moved, true, (kept == 0) & (exact != 0), emphasis)
         # The first two rows are float32's, which are not measured.
         window = WindowSums(*(part[self.measured] for part in sums))
         self.windows.append(window)
+        self.numbers.add(moved[self.measured], true[self.measured])
+        self.free_numbers.add(moved[self.free], true[self.free])
         # Weights that are rounded stochastically have at least this noise on average, although
         # few numbers may show it: a step d of numbers that lie s apart is s with probability d / s.
         spacing = self.rows.steps(self.kept[-1], self.largest)
-        expected = (spacing * np.abs(true)).mean(2, dtype=np.float64)
+        expected = (spacing * np.abs(true) * emphasis).mean(2, dtype=np.float64)
         expected = (expected * self.is_stochastic_weight)[self.measured]
         self.trials.append(window._replace(apart=np.maximum(window.apart, expected)))
         self.free_windows.append(WindowSums(*(part[self.free] for part in sums)))
