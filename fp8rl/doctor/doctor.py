@@ -52,7 +52,7 @@ from .low_bit_gradients import LENGTH as LOOK_LENGTH
 from .low_bit_gradients import Operands, with_same_random_numbers
 from .pooled_optimizers import PooledOptimizers
 from .sample import tensor_names
-from .verdicts import judge
+from .verdicts import judge, listed
 from .watched_optimizer import WatchedOptimizer
 
 FORMATS = (
@@ -131,12 +131,16 @@ class Doctor:
     `names`      names of the optimizers in reports
     `model`      a module, or several, whose names of parameters are used in reports
 
+    Parameters that join later, by `requires_grad_` or `add_param_group`, have findings of their
+    own, whose name of the optimizer says from which update they hold. Parameters that are not
+    float32 are named in a note.
+
     A doctor keeps no optimizer, parameter or module alive. What the script has dropped is judged by
     what was measured until then.
 
     Raises ValueError for something that is no optimizer, for a format that `places_of` refuses, for
-    a format in blocks or given twice, for parameters that are not float32, and for an option that
-    makes no sense.
+    a format in blocks or given twice, if no parameter is float32, and for an option that makes no
+    sense.
     """
 
     def __init__(
@@ -182,7 +186,9 @@ class Doctor:
             several = [*one_or_several] if is_pool else [one_or_several]
             kind = PooledOptimizers if is_pool else WatchedOptimizer
             innermost = [innermost_optimizer(optimizer) for optimizer in several]
-            self.watched.append(kind(name, innermost, modules, state, length, sample, seed))
+            watched = kind(name, innermost, modules, state, length, sample, seed)
+            watched.attach()
+            self.watched.append(watched)
         self.averages: dict[str, Average] = {}
         self.looks_at_acting: list[list[ActingLook]] = []  # for each call of `act`, by format
 
@@ -360,7 +366,9 @@ class Doctor:
         report = Report()
         for watched in self.watched:
             watched.finish()
-            report += with_cures(self.findings_of(watched))
+            for part in watched.parts:
+                report += with_cures(self.findings_of(part, watched.follows_all))
+            report.notes += notes_on_tensors(watched)
             if not watched.names:
                 if trouble := watched.trouble():
                     report.notes.append(f"{watched.name}: not judged: {trouble}")
@@ -392,8 +400,12 @@ class Doctor:
             report += with_cures(findings)
         return report
 
-    def findings_of(self, watched: WatchedOptimizer) -> list[Finding]:
-        """The findings of an optimizer, in the order of the formats, without cures."""
+    def findings_of(self, watched: WatchedOptimizer, for_a_twin: bool) -> list[Finding]:
+        """The findings of an optimizer, in the order of the formats, without cures.
+
+        `for_a_twin`  whether they have the rates of tensors in each part of the training, by which
+                      a twin trains. It needs those of all tensors.
+        """
         by_text = {}
         for part, looked in ((watched, False), (watched.looks, True)):
             for i, text in enumerate(part.names):
@@ -420,14 +432,30 @@ class Doctor:
                 )
         order = dict.fromkeys([*self.formats, *by_text])
         findings = [by_text[text] for text in order if text in by_text]
-        if trouble := watched.trouble():
-            # A twin must not train with rates that are not trusted.
-            nothing = {"cure": "", "tensor_rates": (), "tensor_noise": ()}
+        trouble = watched.trouble()
+        if trouble:
             findings = [
-                finding._replace(verdict="not judged", why=trouble, **nothing)
-                for finding in findings
+                finding._replace(verdict="not judged", why=trouble, cure="") for finding in findings
             ]
+        if trouble or not for_a_twin:
+            findings = [finding._replace(tensor_rates=(), tensor_noise=()) for finding in findings]
         return findings
+
+
+def notes_on_tensors(watched: WatchedOptimizer) -> list[str]:
+    """Lines on tensors that are not judged, or not to the end."""
+    notes = []
+    if not watched.is_in_proportion:
+        return notes
+    if watched.not_float32:
+        named = [f"{name} ({dtype})" for name, dtype in watched.not_float32.items()]
+        notes.append(f"{watched.name}: not judged, because not float32: {listed(named)}")
+    for part in watched.parts:
+        stopped = part.stopped_learning()
+        if stopped.any():
+            named = [name for name, off in zip(part.tensor_names, stopped, strict=True) if off]
+            notes.append(f"{part.name}: judged until they stopped learning: {listed(named)}")
+    return notes
 
 
 def innermost_optimizer(optimizer) -> torch.optim.Optimizer:
