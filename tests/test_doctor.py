@@ -451,12 +451,12 @@ class Block(nn.Module):
 def test_stochastic_rounding_is_no_frozen_tensor_in_a_network_of_many():
     """A language model has hundreds of tensors. One number of each would tell nothing."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 16), *[Block() for _ in range(40)], nn.Linear(16, 2))
+    model = nn.Sequential(nn.Linear(4, 16), *[Block() for _ in range(20)], nn.Linear(16, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     watching = Doctor(optimizer, formats=("weights=bf16", "weights=bf16:stochastic"), model=model)
-    fit(model, optimizer, 192)
+    fit(model, optimizer, 128)
     nearest, stochastic = report = watching.report()
-    assert len(stochastic.tensors) == 164 and stochastic.is_fine
+    assert len(stochastic.tensors) == 84 and stochastic.is_fine
     assert all(0.1 < rate < 4 for rate in stochastic.tensors.values())
     assert f"learns as at {stochastic.rate:.2f} ± {stochastic.error:.2f} times" in stochastic.why
     assert nearest.verdict == "stalls" and nearest.error < 0.02

@@ -195,12 +195,12 @@ class Evidence(NamedTuple):
 def is_below(rate: float, error: float, limit: float) -> bool:
     """Whether a rate is below a limit by more than two standard errors. An error may be NaN, which
     counts as 0."""
-    return rate + ERRORS * np.nan_to_num(error) < limit
+    return rate + (0.0 if math.isnan(error) else ERRORS * error) < limit
 
 
 def is_above(rate: float, error: float, limit: float) -> bool:
     """Whether a rate is above a limit by more than two standard errors, as `is_below`."""
-    return rate - ERRORS * np.nan_to_num(error) > limit
+    return rate - (0.0 if math.isnan(error) else ERRORS * error) > limit
 
 
 def judge(
@@ -276,7 +276,7 @@ def judge(
     if not why:
         why = explain(rates_in_words(measured), measured, verdict, tolerates, mechanism)
         if doubt := uncertain(measured, verdict, tolerates):
-            why += f"; it may be {doubt}, which more numbers would tell"
+            why += f'; perhaps "{doubt}", which a larger sample would tell'
     parts = in_parts(windows, PARTS)
     return Finding(
         optimizer,

@@ -387,6 +387,10 @@ class WatchedOptimizer:
         m = self.sample.take(self.moment("exp_avg"))
         v = self.sample.take(self.moment("exp_avg_sq"))
         self.kept = np.empty((self.length + 1, len(self.kind), *m.shape), np.float32)
+        # Rows without a bound stay as they are here
+        shape = self.kept.shape[1:]
+        least, most = np.full(shape, np.nan, np.float32), np.full(shape, np.inf, np.float32)
+        self.bounds = MomentBounds(least, most)
         self.last_weight = weights  # float32's weights after the last update that was replayed
         self.begin_window(np.stack((weights, m, v, np.sqrt(v)))[self.kind])
         self.rows.round(self.kept[0], self.largest, out=self.kept[0])
@@ -515,12 +519,10 @@ class WatchedOptimizer:
         limit = SLACK * adam.full_step_quotient(*corrections)  # as in Places.moments
         m = np.abs(rows[0])
         root = np.sqrt(rows[1])
-        least = np.full_like(rows, np.nan)
-        least[self.bounded & (self.kind == V)] = (m / limit) ** 2
-        least[self.bounded & (self.kind == ROOT)] = m / limit
-        most = np.full_like(rows, np.inf)
-        most[self.bounded & (self.kind == M)] = limit * root
-        return MomentBounds(least, most)
+        self.bounds.least[self.bounded & (self.kind == V)] = (m / limit) ** 2
+        self.bounds.least[self.bounded & (self.kind == ROOT)] = m / limit
+        self.bounds.most[self.bounded & (self.kind == M)] = limit * root
+        return self.bounds
 
     def end_window(self) -> None:
         """Ends a window, and measures it."""
