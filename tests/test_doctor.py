@@ -17,6 +17,7 @@ from fp8rl.bits.formats import Format
 from fp8rl.bits.places import SLACK, PlaceFormat, places_of
 from fp8rl.build import build
 from fp8rl.doctor import Doctor, FormatRows
+from fp8rl.doctor.verdicts import Evidence, uncertain
 from fp8rl.study.watched_run import watched as watch
 from fp8rl.train import train
 
@@ -346,6 +347,123 @@ def test_training_is_the_same_bit_for_bit_and_draws_the_same_random_numbers():
     fit(model, optimizer, 40)
     watching.look(lambda: 1 / 0)
     assert watching.report() == before
+
+
+# The sample, and how far rates may be off because of it
+
+
+def test_a_sample_has_enough_of_each_tensor_and_its_numbers_count_alike():
+    tensors = [torch.arange(n).float() for n in (1000, 100, 40, 1)]
+    sample = doctor.Sample(tensors, 512, seed=0)
+    assert sample.followed.tolist() == [128, 100, 40, 1]
+    assert [len(set(index.tolist())) for index in sample.index] == sample.followed.tolist()
+    means = (sample.take(tensors) * sample.emphasis).mean(1)
+    np.testing.assert_allclose(means[1:], [49.5, 19.5, 0], rtol=1e-6)
+    many = doctor.Sample(tensors * 100, 512, seed=0)
+    assert many.followed.min() == 1 and many.followed.max() == doctor.LEAST_PER_TENSOR == 64
+    # No more than the largest tensor has
+    assert doctor.Sample(tensors, 10**9, seed=0).numbers_per_tensor == 1000
+
+
+def test_standard_errors_are_how_far_rates_of_samples_are_spread():
+    """Weights of two tensors that move or stand still, the same ones in all four windows."""
+    draw = np.random.default_rng(0)
+    sizes = 400, 1000
+    d = draw.normal(size=(4, sum(sizes))).astype(np.float32)
+    moved = d * (draw.random(sum(sizes)) < 0.3) * 2
+    pairs = [torch.from_numpy(x) for x in (*d, *moved)]
+    tensors = [torch.stack([x[:400] for x in pairs]), torch.stack([x[400:] for x in pairs])]
+    rates, errors, all_rates, all_errors = [], [], [], []
+    for seed in range(300):
+        sample = doctor.Sample([x[0] for x in tensors], 200, seed)
+        numbers = doctor.NumberSums()
+        for w in range(4):
+            true, low = (sample.take([x[i] for x in tensors]) for i in (w, w + 4))
+            numbers.add(low[None], true)
+        parts = numbers.of_row(0)
+        true, along = parts.mean(3).sum(0)
+        rates.append(along / true)
+        errors.append(doctor.sampling_errors_by_tensor(parts, sample, is_noisy=False))
+        true, along = (parts.mean(3) * sizes).sum(2).T
+        all_rates.append((along / true).mean())
+        all_errors.append(doctor.sampling_error(parts, sample, is_noisy=False))
+    np.testing.assert_allclose(np.std(rates, 0), np.sqrt(np.mean(np.square(errors), 0)), rtol=0.1)
+    assert np.std(all_rates) == pytest.approx(np.sqrt(np.mean(np.square(all_errors))), rel=0.1)
+    census = doctor.Sample([x[0] for x in tensors], 10_000, 0)
+    numbers.parts = [np.ones((2, 1, 2, census.numbers_per_tensor), np.float32)]
+    assert not doctor.sampling_errors_by_tensor(numbers.of_row(0), census, False).any()
+
+
+def test_sums_by_number_are_kept_of_parts_of_the_training():
+    numbers = doctor.NumberSums()
+    for window in range(100):
+        numbers.add(np.full((1, 1, 3), 2.0, np.float32), np.full((1, 3), window, np.float32))
+    parts = numbers.of_row(0)
+    assert parts.shape == (7, 2, 1, 3)  # 6 of 16 windows, and one of 4
+    assert (parts[:, 0].sum(0) == sum(w * w for w in range(100))).all()
+    assert parts[-1, 1, 0, 0] == 2 * (96 + 97 + 98 + 99)
+
+
+def evidence(overall=1.0, error=0.0, last=1.0, last_error=0.0, tensor=1.0, tensor_error=0.0):
+    return Evidence(
+        overall,
+        first=overall,
+        last=last,
+        noise=0.0,
+        lost=0.0,
+        tensors={"a": tensor, "b": 1.0},
+        error=error,
+        last_error=last_error,
+        tensor_errors={"a": tensor_error, "b": np.nan},
+    )
+
+
+@pytest.mark.parametrize(
+    ("measured", "verdict", "doubt"),
+    [
+        (evidence(overall=0.45, error=0.02), "slower", ""),
+        (evidence(overall=0.45, error=0.03), "as float32", "slower"),
+        (evidence(overall=0.45, error=0.02, last=0.0), "stalls", ""),
+        (evidence(overall=0.45, error=0.02, last=0.09, last_error=0.01), "slower", "stalls"),
+        (evidence(last=0.45, last_error=0.03), "as float32", "slower"),
+        (evidence(overall=4.5, error=0.2), "faster", ""),
+        (evidence(overall=4.5, error=0.3), "as float32", "faster"),
+        (evidence(tensor=0.0), "frozen tensors", ""),
+        (evidence(tensor=0.0, tensor_error=0.03), "as float32", ""),
+        (evidence(tensor=5.0, tensor_error=0.4), "faster", ""),
+        (evidence(tensor=5.0, tensor_error=0.6), "as float32", ""),
+    ],
+)
+def test_what_two_standard_errors_could_undo_is_not_said(measured, verdict, doubt):
+    assert measured.verdict((0.5, 4)) == verdict
+    assert uncertain(measured, verdict, (0.5, 4)) == doubt
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + 0.3 * torch.relu(self.linear(self.norm(x)))
+
+
+def test_stochastic_rounding_is_no_frozen_tensor_in_a_network_of_many():
+    """A language model has hundreds of tensors. One number of each would tell nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), *[Block() for _ in range(20)], nn.Linear(16, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    watching = Doctor(optimizer, formats=("weights=bf16", "weights=bf16:stochastic"), model=model)
+    fit(model, optimizer, 128)
+    nearest, stochastic = report = watching.report()
+    assert len(stochastic.tensors) == 84 and stochastic.is_fine
+    assert all(0.1 < rate < 4 for rate in stochastic.tensors.values())
+    assert f"learns as at {stochastic.rate:.2f} ± {stochastic.error:.2f} times" in stochastic.why
+    assert nearest.verdict == "stalls" and nearest.error < 0.02
+    # Followed whole, and rounded to the nearest: the rate is what it is
+    assert nearest.tensor_errors["1.norm.weight"] == 0 < stochastic.tensor_errors["1.norm.weight"]
+    assert nearest.tensor_errors["1.linear.weight"] > 0
+    assert '"error": 0.0' in report.to_json() and '"tensor_errors": {' in report.to_json()
 
 
 # Verdicts
@@ -743,17 +861,10 @@ def test_all_optimizers_of_a_model_are_found_once():
     assert [seen.name for seen in Doctor.of(Model()).watched] == ["entropy", "policy.optimizer"]
 
 
-OTHERS_LEARN = "other parameters learn than at first"
-
-
 def test_a_parameter_that_gets_no_more_gradients_counts_as_one_that_does_not_move():
     model = network()
     optimizer = adam(model, lr=1e-3)
-    watching = Doctor(optimizer, formats=("m=fp32", "forward=fp32"), sample=10_000)
-
-    def reasons() -> set[str]:
-        return {finding.why for finding in watching.report()}
-
+    watching = Doctor(optimizer, formats=("m=fp32", "forward=fp32"), model=model, sample=10_000)
     for update in range(80):
         model[2].requires_grad_(update < 8)
         watching.look(lambda: model(torch.ones(8, 4)).square().mean())
@@ -764,12 +875,16 @@ def test_a_parameter_that_gets_no_more_gradients_counts_as_one_that_does_not_mov
     seen.replay()
     moved = seen.moved()[1]  # with float32's own moments
     assert not moved[2:].any() and moved[:2].any()
-    assert reasons() == {OTHERS_LEARN}
+    report = watching.report()
+    stopped = "optimizer 0: judged until they stopped learning: 2.weight, 2.bias"
+    assert all(found.is_fine for found in report) and report.notes == [stopped]
+    assert not report[0].tensor_rates  # a twin would need them all
     model[2].requires_grad_(True)
-    assert reasons() != {OTHERS_LEARN}
+    assert watching.report().notes == [] and watching.report()[0].tensor_rates
     with torch.no_grad():
         model[0].weight[0, 0] = torch.nan
-    assert reasons() == {"float32 itself has become infinite or NaN"}
+    reasons = {found.why for found in watching.report()}
+    assert reasons == {"float32 itself has become infinite or NaN"}
 
 
 def test_what_learned_is_judged_by_the_steps_and_not_by_how_it_is_left():
@@ -786,7 +901,7 @@ def test_what_learned_is_judged_by_the_steps_and_not_by_how_it_is_left():
     assert all(finding.is_fine for finding in watching.report())
 
 
-def test_parts_of_one_optimizer_may_learn_in_turn_and_a_new_one_may_not():
+def test_parts_of_one_optimizer_may_learn_in_turn_and_a_new_one_is_named():
     model = network()
     optimizer = adam(model)
     watching = Doctor(optimizer, formats=("m=bf16",))
@@ -801,20 +916,75 @@ def test_parts_of_one_optimizer_may_learn_in_turn_and_a_new_one_may_not():
     frozen.requires_grad_(True)
     frozen(torch.ones(2)).sum().backward()
     optimizer.step()
-    assert watching.report()[0].why == OTHERS_LEARN
+    first, new = watching.report()
+    assert first.is_fine and not first.tensor_rates
+    assert new.optimizer == "optimizer 0, 2 tensors from update 82 on"
+    assert new.why.endswith("train longer")
 
 
-@pytest.mark.parametrize("change", ["added", "removed"])
-def test_a_group_that_is_added_or_removed_does_not_stop_a_training(change):
+def test_a_group_that_is_removed_does_not_stop_a_training():
     model, optimizer = two_groups()
     watching = Doctor(optimizer, formats=["v=bf16"], length=8)
     fit(model, optimizer, 12)
-    if change == "added":
-        optimizer.add_param_group({"params": network().parameters()})
-    else:
-        del optimizer.param_groups[1]
+    del optimizer.param_groups[1]
     fit(model, optimizer, 8)
-    assert watching.report()[0].why == OTHERS_LEARN
+    assert watching.report()[0].why == "other parameters learn than at first"
+
+
+@pytest.mark.parametrize("how", ["unfrozen", "added"])
+def test_parameters_that_join_are_judged_from_then_on_and_the_others_as_if_they_had_not(how):
+    formats = ("weights=bf16", *EXACT)
+    model = network()
+    model[2].requires_grad_(how == "added")
+    groups = [model.parameters() if how == "unfrozen" else model[0].parameters()]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-3)
+    options = {"formats": formats, "length": 8, "sample": 10_000, "model": model}
+    watching = Doctor(optimizer, **options)
+    of_the_first = Doctor(torch.optim.AdamW(model[0].parameters()), **options)
+    (plain,) = of_the_first.watched  # steps whenever the optimizer does
+    optimizer.register_step_pre_hook(plain.before_step)
+    optimizer.register_step_post_hook(plain.after_step)
+    plain.optimizers = watching.watched[0].optimizers
+    fit(model, optimizer, 20)
+    if how == "unfrozen":
+        model[2].requires_grad_(True)
+    else:
+        optimizer.add_param_group({"params": model[2].parameters(), "lr": 1e-2})
+    fit(model, optimizer, 1)
+    late = Doctor(optimizer, formats=("weights=bf16",), length=8, sample=10_000, model=model)
+    fit(model, optimizer, 40)
+    report = watching.report()
+    names = ["optimizer 0", "optimizer 0, 2 tensors from update 22 on"]
+    assert [*dict.fromkeys(found.optimizer for found in report)] == names
+    first, joined = (report[i :: len(report) // 2][0] for i in (0, len(report) // 2))
+    assert first.tensors == plain_rates(of_the_first, first.text)
+    expected = late.report()[0].tensors
+    assert joined.tensors == {name: expected[name] for name in ("2.weight", "2.bias")}
+    for found in report:
+        if found.format == "fp32":
+            assert found.rate == pytest.approx(1, abs=1e-3) and found.is_fine
+    assert not report.notes and not any(found.tensor_rates for found in report)
+
+
+def plain_rates(watching: Doctor, text: str) -> dict[str, float]:
+    return next(found.tensors for found in watching.report() if found.text == text)
+
+
+def test_parameters_of_other_types_are_named_and_those_in_float32_are_judged():
+    model = network()
+    model.register_parameter("spectrum", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
+    model.register_parameter("narrow", nn.Parameter(torch.ones(3, dtype=torch.bfloat16)))
+    optimizer = adam(model, lr=1e-3)
+    watching = Doctor(optimizer, formats=EXACT, model=model)
+    for _ in range(40):
+        optimizer.zero_grad()
+        extra = model.spectrum.abs().square().sum() + model.narrow.square().sum()
+        (model(torch.ones(8, 4)).square().mean() + extra).backward()
+        optimizer.step()
+    report = watching.report()
+    assert all(found.rate == pytest.approx(1, abs=1e-3) for found in report)
+    types = "spectrum (torch.complex64), narrow (torch.bfloat16)"
+    assert report.notes == [f"optimizer 0: not judged, because not float32: {types}"]
 
 
 def test_sparse_gradients_do_not_stop_a_training():
@@ -993,6 +1163,10 @@ REFUSED = {
     "optimizer 0 has no parameters": lambda: Doctor(adam(network().requires_grad_(False))),
     "parameters are torch.bfloat16": lambda: Doctor(adam(network().bfloat16())),
     "model is a Linear without optimizers": lambda: Doctor.of(nn.Linear(2, 2)),
+    "sample is 0: give a whole number": lambda: Doctor(adam(network()), sample=0),
+    "sample is 2.5: ": lambda: Doctor(adam(network())).follow(
+        "a", [torch.ones(3)], 0.1, sample=2.5
+    ),
     "length is 0": lambda: Doctor(adam(network()), length=0),
     "formats has block": lambda: formats("weights=e4m3:block"),
     "formats has the place 'targets'": lambda: formats("targets=bf16"),

@@ -145,14 +145,27 @@ optimizer.step()
 """
 
 
+PROCESSES = """
+import multiprocessing, torch
+workers = torch.utils.data.DataLoader([1, 2], num_workers=1, multiprocessing_context="fork")
+assert sum(map(len, workers)) == 2
+for _ in range(2):
+    process = multiprocessing.get_context("fork").Process(target=len, args=([],))
+    process.start()
+    process.join()
+"""
+OTHER_PROCESSES = "the script started 2 other processes: steps of optimizers there are not in this"
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [
+        (PROCESSES, OTHER_PROCESSES),
         (ACCUMULATION, "optimizer 1 (SGD): only its weights are judged"),
         (LOW, "not judged: parameters are torch.bfloat16"),
         ("print('nothing')", "no optimizer of torch made a step: there is nothing to judge"),
     ],
-    ids=("several optimizers", "bfloat16", "none"),
+    ids=("processes", "several optimizers", "bfloat16", "none"),
 )
 def test_trainings_of_many_kinds(source, said, tmp_path, run):
     (tmp_path / "script.py").write_text(source)
@@ -442,6 +455,39 @@ def test_a_compiled_step_is_watched_without_compiling_the_watching(tmp_path, run
     assert (code, out) == expected and "weights=bf16:stochastic: as float32" in err
 
 
+GRADUAL_UNFREEZING = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 1))
+model[0].requires_grad_(False)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+for update in range(80):
+    model[0].requires_grad_(update >= 40)
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_tensors_that_are_unfrozen_later_have_findings_and_a_twin_leaves_them_out(tmp_path, run):
+    path, report = tmp_path / "script.py", tmp_path / "r.json"
+    path.write_text(GRADUAL_UNFREEZING)
+    code, _, err = run("watch", "--sample", "4096", "--json", report, path)
+    assert code == 0 and "not judged" not in err
+    assert "optimizer 0 (Adam)\n  weights=bf16: " in err
+    assert "optimizer 0 (Adam), 2 tensors from update 42 on\n  weights=bf16: " in err
+    (optimizer,) = json.loads(report.read_text())["optimizers"]
+    assert optimizer["tensors"] == ["2.weight", "2.bias"] and optimizer["shapes"] == []
+    findings = [found for found in optimizer["findings"] if found["format"] == "bf16"]
+    assert [*findings[-1]["tensors"]] == ["0.weight", "0.bias"]
+    # All numbers are followed
+    assert {*findings[0]["tensor_errors"].values()} == {*findings[-1]["tensor_errors"].values()}
+    assert findings[0]["error"] == 0
+    code, _, err = run("twin", "weights=bf16", "--report", report, path)
+    assert code == 2 and "report has no weights=bf16" in err
+
+
 # Keep and twin
 
 
@@ -592,6 +638,8 @@ REFUSED = {
     "mismatch": "the following arguments are required: dump",
     "watch --jsno a script.py": "unrecognized arguments: --jsno",
     "mismatch --klip=1 a.npz": "unrecognized arguments: --klip=1",
+    "watch --sample x script.py": "argument --sample: invalid int value: 'x'",
+    "watch --sample 0 script.py": "sample is 0: give a whole number, at least 1",
     "watch --tolerates 1 script.py": "argument --tolerates: invalid float value: 'script.py'",
     "watch --tolerates 2 8 script.py": r"tolerates is \[2.0, 8.0\]",
     "watch --formats weights=e99m1 script.py": "formats has 'weights=e99m1'",

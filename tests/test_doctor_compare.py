@@ -379,7 +379,9 @@ def test_every_word_has_its_claim_from_the_mildest_to_the_worst():
 def test_weights_of_16_bits_are_known_by_their_format():
     few = ("weights=bf16", "weights=e4m3:stochastic", "model=bf16:fused", "m=bf16 weights=bf16")
     assert all(map(has_16_bit_weights, (*few, "optimizer=torch.optim:Adam:bf16:fused")))
-    assert not any(map(has_16_bit_weights, ("m=bf16", "weights=fp32", "optimizer=torch.optim:Adam")))
+    assert not any(
+        map(has_16_bit_weights, ("m=bf16", "weights=fp32", "optimizer=torch.optim:Adam"))
+    )
 
 
 def test_the_script_s_lines_are_read_and_not_the_doctor_s(tmp_path):

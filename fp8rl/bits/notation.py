@@ -26,6 +26,7 @@ OPERANDS = ("forward", "backward")  # places in the matmuls of a training step
 STATE = ("weights", "m", "v", "root")  # places that an optimizer keeps between updates
 WORDS = ("unscaled", "block", "stochastic", "nearest", "stored", "independent")
 OF_MOMENTS = {"stored", "independent"}  # words that only m, v and root can have
+SAMPLE = 512  # default of how many numbers a doctor follows
 TOLERATES = 0.5, 4.0  # default factors of the learning rate between which training learns as well
 
 
@@ -117,3 +118,10 @@ def check_tolerance(tolerates: tuple[float, float]) -> tuple[float, float]:
             "at most 1 and at least 1, as in (0.5, 8)"
         )
     return low, high
+
+
+def check_sample(sample: int) -> int:
+    """How many numbers a doctor follows. Raises ValueError unless it is a whole number above 0."""
+    if type(sample) is not int or sample < 1:
+        raise ValueError(f"sample is {sample!r}: give a whole number, at least 1, such as 4096")
+    return sample

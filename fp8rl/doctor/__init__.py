@@ -20,8 +20,10 @@ FILES = {
     "FORMATS": "doctor",
     "Finding": "findings",
     "FormatRows": "format_rows",
+    "LEAST_PER_TENSOR": "sample",
     "MismatchReport": "mismatch",
     "MomentBounds": "format_rows",
+    "NumberSums": "sample",
     "Operands": "low_bit_gradients",
     "PooledOptimizers": "pooled_optimizers",
     "Report": "findings",
@@ -36,6 +38,8 @@ FILES = {
     "rate_of": "sample",
     "rates_by_tensor": "sample",
     "read_format": "doctor",
+    "sampling_error": "sample",
+    "sampling_errors_by_tensor": "sample",
     "tensor_names": "sample",
 }
 __all__ = ["OPERANDS", "TOLERATES", "check_tolerance", *FILES]

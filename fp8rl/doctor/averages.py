@@ -12,7 +12,7 @@ import torch
 
 from ..bits.places import PlaceFormat
 from .format_rows import FormatRows
-from .sample import Sample, WindowSums, add_up, in_parts
+from .sample import NumberSums, Sample, WindowSums, add_up, in_parts
 from .watched_optimizer import largest_of
 
 PARTS = 4  # the training is split into so many parts, and measurements are means over each part
@@ -59,6 +59,7 @@ class Average:
         self.x: np.ndarray | None = None  # float32's average, when it was read last
         self.all_windows: list[WindowSums] = []
         self.all_steps: list[WindowSums] = []
+        self.numbers = NumberSums()  # of the windows
 
     @torch.no_grad()
     def look(self, *_) -> None:
@@ -78,16 +79,18 @@ class Average:
         pull = self.x - (1 - rate) * before - rate * self.kept
         kept = self.rows.round(self.kept + pull, self.largest)
         self.true += pull
-        step = WindowSums.of(kept - self.kept, pull, kept == self.kept)
+        emphasis = self.sample.emphasis
+        step = WindowSums.of(kept - self.kept, pull, kept == self.kept, emphasis)
         # The noise that stochastic rounding has on average, although few numbers may show it
         spacing = self.rows.steps(self.kept + pull, self.largest)
-        expected = (spacing * np.abs(pull)).mean(2, dtype=np.float64)
+        expected = (spacing * np.abs(pull) * emphasis).mean(2, dtype=np.float64)
         self.steps.append(step._replace(apart=np.maximum(step.apart, expected)))
         self.kept = kept
         if len(self.steps) == self.length:
             moved = self.kept - self.start
             lost = (moved == 0) & (self.true != 0)
-            self.all_windows.append(WindowSums.of(moved, self.true, lost))
+            self.all_windows.append(WindowSums.of(moved, self.true, lost, emphasis))
+            self.numbers.add(moved, self.true)
             self.all_steps.append(add_up(self.steps))
             self.begin_window(self.kept, tensors)
 

@@ -45,7 +45,15 @@ import signal
 import sys
 from pathlib import Path
 
-from ..bits.notation import OPERANDS, STATE, TOLERATES, check_tolerance, read_entries
+from ..bits.notation import (
+    OPERANDS,
+    SAMPLE,
+    STATE,
+    TOLERATES,
+    check_sample,
+    check_tolerance,
+    read_entries,
+)
 from .real_optimizers import catalogue_as_text, is_real, read_real_optimizer, split_real
 from .report_file import NO_STEP, ReportFile, read_report, report_as_json, require_rates
 from .run_script import AfterImport, Refusal, Target, before_termination, first_line
@@ -170,6 +178,14 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
         metavar=("LOW", "HIGH"),
         help="lowest and highest factor of the learning rate at which this training learns "
         "equally well (default: {} {})".format(*TOLERATES),
+    )
+    watch.add_argument(
+        "--sample",
+        type=int,
+        default=SAMPLE,
+        metavar="N",
+        help="how many numbers of each optimizer to follow at least; at least 64 of each tensor "
+        f"are (default: {SAMPLE}). More numbers make the errors of the rates smaller.",
     )
     keep = commands.add_parser(
         "keep",
@@ -389,8 +405,12 @@ def run_watch(options: argparse.Namespace, target: Target) -> int:
     """Runs a script that trains in float32, and reports on stderr. Returns its exit code."""
     if options.quiet and not options.json:
         raise Refusal("quiet needs a file for the report: add --json FILE")
-    formats = formats_to_watch(options.formats)
-    attached = Attached("Watch", formats, check_tolerance(options.tolerates))
+    attached = Attached(
+        "Watch",
+        formats_to_watch(options.formats),
+        check_tolerance(options.tolerates),
+        check_sample(options.sample),
+    )
     reports = os.environ.get("RANK", "0") == "0"  # only the first rank of torchrun reports
     file = ReportFile(options.json) if options.json and reports else None
 

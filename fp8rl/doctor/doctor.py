@@ -35,7 +35,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..bits.notation import OPERANDS, PLACES, STATE, TOLERATES, check_tolerance
+from ..bits.notation import (
+    OPERANDS,
+    PLACES,
+    SAMPLE,
+    STATE,
+    TOLERATES,
+    check_sample,
+    check_tolerance,
+)
 from ..bits.places import PlaceFormat, places_of
 from .acting_look import ActingLook, judge_acting
 from .averages import Average
@@ -45,7 +53,7 @@ from .low_bit_gradients import Operands, with_same_random_numbers
 from .pooled_optimizers import PooledOptimizers
 from .real_optimizers import is_real, read_real_optimizer
 from .sample import tensor_names
-from .verdicts import judge
+from .verdicts import judge, listed
 from .watched_copies import WatchedCopies
 from .watched_optimizer import WatchedOptimizer
 
@@ -121,17 +129,23 @@ class Doctor:
     `tolerates`  lowest and highest factor of the learning rate at which this training learns
                  equally well; the default is half and four times
     `length`     updates in a window
-    `sample`     how many numbers of each optimizer are followed, equally many of each tensor. The
-                 doctor keeps 4 (length + 1) bytes for each of these numbers and each format.
+    `sample`     how many numbers of each optimizer are followed at least: equally many of each
+                 tensor, and at least 64 of each. The more there are, the smaller are the standard
+                 errors of the rates. The doctor keeps 4 (length + 17) bytes for each of these
+                 numbers and each format.
     `names`      names of the optimizers in reports
     `model`      a module, or several, whose names of parameters are used in reports
+
+    Parameters that join later, by `requires_grad_` or `add_param_group`, have findings of their
+    own, whose name of the optimizer says from which update they hold. Parameters that are not
+    float32 are named in a note.
 
     A doctor keeps no optimizer, parameter or module alive. What the script has dropped is judged by
     what was measured until then.
 
     Raises ValueError for something that is no optimizer, for a format that `places_of` refuses, for
-    a format in blocks or given twice, for parameters that are not float32, and for an option that
-    makes no sense.
+    a format in blocks or given twice, if no parameter is float32, and for an option that makes no
+    sense.
     """
 
     def __init__(
@@ -141,7 +155,7 @@ class Doctor:
         optimizers: Iterable[str] = (),
         tolerates: tuple[float, float] = TOLERATES,
         length: int = 32,
-        sample: int = 512,
+        sample: int = SAMPLE,
         seed: int = 0,
         names: Iterable[str] = (),
         model: nn.Module | Iterable[nn.Module] = (),
@@ -161,6 +175,7 @@ class Doctor:
             )
         if type(length) is not int or length < 1:
             raise ValueError(f"length is {length!r}: use a whole number of updates, at least 1")
+        check_sample(sample)
         self.tolerates = check_tolerance(tolerates)
         real = [read_real_optimizer(text) for text in self.formats if is_real(text)]
         emulated = [text for text in self.formats if not is_real(text)]
@@ -185,6 +200,7 @@ class Doctor:
             kind = PooledOptimizers if is_pool else WatchedOptimizer
             innermost = [innermost_optimizer(optimizer) for optimizer in several]
             watched_one = kind(name, innermost, modules, state, length, sample, seed)
+            watched_one.attach()
             self.watched.append(watched_one)
             if real and watched_one.is_in_proportion and not is_pool:
                 self.copies[name] = WatchedCopies(
@@ -323,18 +339,20 @@ class Doctor:
         tensors: Iterable[torch.Tensor],
         rate: float | Callable[[], float],
         formats: Iterable[str] = AVERAGES,
-        sample: int = 512,
+        sample: int = SAMPLE,
     ) -> None:
         """Judges a running average x <- (1 - rate) x + rate new, such as a target network.
 
         `name`     name of the average in reports, which must not be a place
         `tensors`  its tensors, float32, which other code updates
         `rate`     a number above 0 and up to 1, or a function without arguments that returns it
+        `sample`   as of Doctor
 
         The doctor reads the average before each step of the first optimizer. Between two steps, it
         may be updated once. Raises ValueError for other tensors, rates and names.
         """
         tensors = [x for x in tensors if x.numel()]
+        check_sample(sample)
         types = {str(x.dtype) for x in tensors}
         if types != {"torch.float32"}:
             listed = ", ".join(sorted(types)) or "none"
@@ -373,7 +391,9 @@ class Doctor:
         report = Report()
         for watched in self.watched:
             watched.finish()
-            report += with_cures(self.findings_of(watched))
+            for part in watched.parts:
+                report += with_cures(self.findings_of(part, watched.follows_all))
+            report.notes += notes_on_tensors(watched)
             if self.real and watched.name not in self.copies:
                 report.notes.append(
                     f"{watched.name}: real optimizers are not judged: its step is not in "
@@ -404,22 +424,28 @@ class Doctor:
                     average.length,
                     trials=[sums.of_row(i) for sums in average.all_steps],
                     steps_per_trial=average.length,
+                    numbers=average.numbers.of_row(i),
                 )
                 findings.append(finding)
             report += with_cures(findings)
         return report
 
-    def findings_of(self, watched: WatchedOptimizer) -> list[Finding]:
-        """The findings of an optimizer, in the order of the formats, without cures."""
+    def findings_of(self, watched: WatchedOptimizer, for_a_twin: bool) -> list[Finding]:
+        """The findings of an optimizer, in the order of the formats, without cures.
+
+        `for_a_twin`  whether they have the rates of tensors in each part of the training, by which
+                      a twin trains. It needs those of all tensors.
+        """
         by_text = {}
         for part, looked in ((watched, False), (watched.looks, True)):
             for i, text in enumerate(part.names):
-                free, trials = [], []
+                free, trials, free_numbers = [], [], None
                 if not looked:
                     trials = [sums.of_row(i) for sums in watched.trials]
                 if not looked and text in watched.free_names:
                     row = watched.free_names.index(text)
                     free = [sums.of_row(row) for sums in watched.free_windows]
+                    free_numbers = watched.free_numbers.of_row(row)
                 by_text[text] = judge(
                     watched.name,
                     text,
@@ -431,20 +457,38 @@ class Doctor:
                     looked,
                     free=free,
                     trials=trials,
+                    numbers=part.numbers.of_row(i),
+                    free_numbers=free_numbers,
                 )
         if watched.name in self.copies:
             for finding in self.copies[watched.name].findings(self.tolerates):
                 by_text[finding.text] = finding
         order = dict.fromkeys([*self.formats, *by_text])
         findings = [by_text[text] for text in order if text in by_text]
-        if trouble := watched.trouble():
-            # A twin must not train with rates that are not trusted.
-            nothing = {"cure": "", "tensor_rates": (), "tensor_noise": ()}
+        trouble = watched.trouble()
+        if trouble:
             findings = [
-                finding._replace(verdict="not judged", why=trouble, **nothing)
-                for finding in findings
+                finding._replace(verdict="not judged", why=trouble, cure="") for finding in findings
             ]
+        if trouble or not for_a_twin:
+            findings = [finding._replace(tensor_rates=(), tensor_noise=()) for finding in findings]
         return findings
+
+
+def notes_on_tensors(watched: WatchedOptimizer) -> list[str]:
+    """Lines on tensors that are not judged, or not to the end."""
+    notes = []
+    if not watched.is_in_proportion:
+        return notes
+    if watched.not_float32:
+        named = [f"{name} ({dtype})" for name, dtype in watched.not_float32.items()]
+        notes.append(f"{watched.name}: not judged, because not float32: {listed(named)}")
+    for part in watched.parts:
+        stopped = part.stopped_learning()
+        if stopped.any():
+            named = [name for name, off in zip(part.tensor_names, stopped, strict=True) if off]
+            notes.append(f"{part.name}: judged until they stopped learning: {listed(named)}")
+    return notes
 
 
 def innermost_optimizer(optimizer) -> torch.optim.Optimizer:

@@ -55,6 +55,11 @@ class Finding(NamedTuple):
                  of a policy that acts in few bits, which has no rate: the effective sample size of
                  a token's ratio, KL(pi || mu) of a token, and the number of tokens after which the
                  weights of sequences have lost a tenth of their sample size. NaN for other places.
+    `error`      the standard error of `rate`: how far it may be off because only a sample of the
+                 numbers is followed, and because stochastic rounding is noisy. NaN if not known.
+    `tensor_errors`
+                 the standard error of each rate in `tensors`, by name. A tensor that is followed
+                 whole has 0, unless it is rounded stochastically.
     """
 
     optimizer: str
@@ -82,6 +87,8 @@ class Finding(NamedTuple):
     sample_size: float = math.nan
     divergence: float = math.nan
     horizon: float = math.nan
+    error: float = math.nan
+    tensor_errors: dict[str, float] = {}  # a default that nobody changes
 
     @classmethod
     def without_rates(cls, optimizer: str, text: str, verdict: str, why: str, **fields):
@@ -101,9 +108,10 @@ class Finding(NamedTuple):
 
     def of_tensors(self, numbers: list[int]) -> "Finding":
         """The finding with the rates of some tensors alone, by their numbers."""
-        names = list(self.tensors)
+        names = [name for t, name in enumerate(self.tensors) if t in numbers]
         return self._replace(
-            tensors={names[t]: self.tensors[names[t]] for t in numbers if names},
+            tensors={name: self.tensors[name] for name in names},
+            tensor_errors={name: self.tensor_errors[name] for name in names},
             tensor_rates=tuple(tuple(part[t] for t in numbers) for part in self.tensor_rates),
             tensor_noise=tuple(tuple(part[t] for t in numbers) for part in self.tensor_noise),
         )

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..bits import adam
 from ..bits.places import PlaceFormat
-from .sample import WindowSums
+from .sample import NumberSums, WindowSums
 
 # torch's functions that multiply two operands, and the index of the first operand in their
 # arguments.
@@ -133,6 +133,7 @@ class Looks:
 
     `names`    places and formats, such as "forward=e4m3", also those of `others`
     `windows`  measurements of each window, for all names
+    `numbers`  the same by number, over all windows
 
     The moments `first` and `second`, [C, T, P], have the training's gradients in their first row.
     They begin at 0 in each window, because Adam's own moments would carry on the training's
@@ -146,6 +147,7 @@ class Looks:
         self.losses_now: list[tuple[np.ndarray, float]] | None = None
         self.names: list[str] = []
         self.windows: list[WindowSums] = []
+        self.numbers = NumberSums()
 
     def look(self, losses: dict[str, Callable[[], torch.Tensor]]) -> None:
         """Computes the gradients of losses at the present weights. The first loss is the
@@ -206,7 +208,9 @@ class Looks:
         self.moved += adam.step(self.first, np.sqrt(self.second), lr, *corrections, eps)
         if self.count == LENGTH:
             lost = (gradients[1:] == 0) & (gradients[0] != 0)
-            self.windows.append(WindowSums.of(self.moved[1:], self.moved[0], lost))
+            emphasis = self.watched.sample.emphasis
+            self.windows.append(WindowSums.of(self.moved[1:], self.moved[0], lost, emphasis))
+            self.numbers.add(self.moved[1:], self.moved[0])
             self.count = 0
             self.next *= 2
 

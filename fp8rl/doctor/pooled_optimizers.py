@@ -100,6 +100,7 @@ class PooledOptimizers(WatchedOptimizer):
         self.weight_after = after[: len(weight)]
         if parameters := self.parameters:
             self.note_what_learns(parameters)
+            self.others_learn |= bool(self.take_joined())  # which a pool cannot follow
         self.record(Update(weight, after, self.live, list(self.settings)))
         self.begin_round()
 

@@ -11,13 +11,15 @@ from .sample import (
     Sample,
     WindowSums,
     add_up,
-    error_of,
-    errors_by_tensor,
     in_parts,
     noise_by_tensor,
+    noise_error,
+    noise_errors_by_tensor,
     noise_of,
     rate_of,
     rates_by_tensor,
+    sampling_error,
+    sampling_errors_by_tensor,
     share_lost,
 )
 
@@ -33,10 +35,11 @@ DISAGREE = 0.15
 # A window in which float32 moves by less than this share of its longest movement has converged. A
 # schedule that lowers the learning rate to a hundredth does not pass for that.
 CONVERGED = 0.01
+SHOWN_ERROR = 0.01  # a standard error above this is part of the line
 NAMED = 4  # how many tensors a line of the report names at most
 PARTS = 24  # into how many parts of the training the rates of tensors are split
 
-ERRORS = 2  # how many standard errors a stochastic row's rate may be off
+ERRORS = 2  # how many standard errors a rate may be off
 # From the mildest to the worst, for rows that disagree
 SEVERITY = (
     AS_FLOAT32,
@@ -50,11 +53,69 @@ SEVERITY = (
 )
 
 
+class Errors(NamedTuple):
+    """Standard errors of the rates of one row, because only a sample of the numbers is followed,
+    and because stochastic rounding is noisy. They are 0 or NaN where nothing is known.
+
+    `mean`     of the mean over the parts of the training
+    `last`     of the rate in about the last quarter of the training
+    `whole`    of the rate over the whole training, in which a window counts by float32's movement
+    `tensors`  of the rate of each tensor, [T]
+    """
+
+    mean: float
+    last: float
+    whole: float
+    tensors: np.ndarray
+
+    @classmethod
+    def of_sample(cls, parts: np.ndarray | None, sample: Sample, is_noisy: bool) -> "Errors":
+        """The errors by how much the followed numbers differ; `parts` is NumberSums.of_row."""
+        if parts is None:
+            return cls(math.nan, math.nan, math.nan, np.full(len(sample.sizes), math.nan))
+        last = parts[-math.ceil(len(parts) / 4) :]
+        return cls(
+            mean=sampling_error(parts, sample, is_noisy),
+            last=sampling_error(last.sum(0, keepdims=True), sample, is_noisy),
+            whole=sampling_error(parts.sum(0, keepdims=True), sample, is_noisy),
+            tensors=sampling_errors_by_tensor(parts, sample, is_noisy),
+        )
+
+    @classmethod
+    def of_noise(
+        cls, trials: list[WindowSums], steps_per_trial: int, windows: int, sample: Sample
+    ) -> "Errors":
+        """The errors that noise must make, although few numbers may show it yet.
+
+        `trials` and `steps_per_trial` are those of `judge`, and `windows` is the number of windows.
+        """
+        weight = np.array(sample.sizes, float)
+        counts = sample.followed * steps_per_trial
+
+        def error(chosen: list[WindowSums]) -> float:
+            return noise_error(add_up(chosen), counts * len(chosen), weight)
+
+        by_part = np.array_split(np.arange(len(trials)), windows)
+        of_parts = np.array([error([trials[i] for i in part]) for part in by_part])
+        of_parts = of_parts[np.isfinite(of_parts)]
+        quarter = max(1, len(trials) // 4)
+        return cls(
+            mean=float(np.linalg.norm(of_parts) / max(len(of_parts), 1)),
+            last=error(trials[-quarter:]),
+            whole=error(trials),
+            tensors=noise_errors_by_tensor(add_up(trials), counts * len(trials)),
+        )
+
+    def or_larger(self, other: "Errors") -> "Errors":
+        """The larger of two errors, each."""
+        return Errors(*(np.fmax(one, two) for one, two in zip(self, other, strict=True)))
+
+
 class Evidence(NamedTuple):
     """The numbers that a verdict is made from.
 
     They are what was measured over the whole training; or the worse of this and of a free row
-    (`worse_of`); or the most favourable that noise allows (`within_errors`).
+    (`worse_of`); or, of a stochastic row, what was measured while float32 moved (`while_moving`).
 
     `overall`  the rate of learning
     `first`    the rate at the beginning of the training
@@ -62,6 +123,9 @@ class Evidence(NamedTuple):
     `noise`    how far few bits lead away from float32's step, relative to this step
     `lost`     share of the numbers that stay the same over a window, or become 0
     `tensors`  the rate of each tensor by name
+
+    `error`, `last_error` and `tensor_errors` are the standard errors of `overall`, `last` and
+    `tensors`; NaN where they are not known.
     """
 
     overall: float
@@ -70,10 +134,13 @@ class Evidence(NamedTuple):
     noise: float
     lost: float
     tensors: dict[str, float]
+    error: float
+    last_error: float
+    tensor_errors: dict[str, float]
 
     @classmethod
     def measured(
-        cls, windows: list[WindowSums], weight: np.ndarray, names: list[str]
+        cls, windows: list[WindowSums], weight: np.ndarray, names: list[str], errors: Errors
     ) -> "Evidence":
         """What was measured over all windows, in their first and last quarter, and by tensor."""
         quarter = max(1, len(windows) // 4)
@@ -84,34 +151,65 @@ class Evidence(NamedTuple):
             last=rate_of(add_up(windows[-quarter:]), weight),
             noise=float(np.nanmedian([noise_of(sums, weight) for sums in windows])),
             lost=float(np.nanmedian([share_lost(sums, weight) for sums in windows])),
-            tensors={name: float(rate) for name, rate in zip(names, by_tensor, strict=True)},
+            tensors=dict(zip(names, by_tensor.tolist(), strict=True)),
+            error=float(errors.mean),
+            last_error=float(errors.last),
+            tensor_errors=dict(zip(names, errors.tensors.tolist(), strict=True)),
         )
 
     @property
     def frozen(self) -> list[str]:
         """Names of the tensors that stand still."""
-        return [name for name, rate in self.tensors.items() if rate < FROZEN]
+        return [
+            name
+            for name, rate in self.tensors.items()
+            if is_below(rate, self.tensor_errors[name], FROZEN)
+        ]
 
     def fast(self, high: float) -> list[str]:
         """Names of the tensors whose rate is above `high`."""
-        return [name for name, rate in self.tensors.items() if rate > high]
+        return [
+            name
+            for name, rate in self.tensors.items()
+            if is_above(rate, self.tensor_errors[name], high)
+        ]
+
+    def without_errors(self) -> "Evidence":
+        """The same rates, as if they had no errors."""
+        no_errors = dict.fromkeys(self.tensors, 0.0)
+        return self._replace(error=0.0, last_error=0.0, tensor_errors=no_errors)
 
     def verdict(self, tolerates: tuple[float, float]) -> str:
-        """The verdict, by the factors of the learning rate that the training tolerates."""
+        """The verdict, by the factors of the learning rate that the training tolerates.
+
+        A rate is beyond a limit only if it is so by more than two standard errors.
+        """
         low, high = tolerates
         all_frozen = len(self.frozen) == len(self.tensors)
-        slow = "stalls" if self.last < STALLED or all_frozen else "slower"
-        if self.overall < low:
+        has_stopped = is_below(self.last, self.last_error, STALLED)
+        slow = "stalls" if has_stopped or all_frozen else "slower"
+        if is_below(self.overall, self.error, low):
             return slow
-        if self.overall > high or self.fast(high):
+        if is_above(self.overall, self.error, high) or self.fast(high):
             return "faster"
         if self.frozen:
             return "frozen tensors"
-        if self.last < low:
+        if is_below(self.last, self.last_error, low):
             return slow
         if self.noise > NOISY:
             return "too noisy"
         return AS_FLOAT32
+
+
+def is_below(rate: float, error: float, limit: float) -> bool:
+    """Whether a rate is below a limit by more than two standard errors. An error may be NaN, which
+    counts as 0."""
+    return rate + (0.0 if math.isnan(error) else ERRORS * error) < limit
+
+
+def is_above(rate: float, error: float, limit: float) -> bool:
+    """Whether a rate is above a limit by more than two standard errors, as `is_below`."""
+    return rate - (0.0 if math.isnan(error) else ERRORS * error) > limit
 
 
 def judge(
@@ -126,6 +224,8 @@ def judge(
     free: list[WindowSums] = (),
     trials: list[WindowSums] = (),
     steps_per_trial: int = 1,
+    numbers: np.ndarray | None = None,
+    free_numbers: np.ndarray | None = None,
 ) -> Finding:
     """The finding for a place and format, without a cure.
 
@@ -138,19 +238,29 @@ def judge(
     `free`       measurements of each window of the free row, if the format has one
     `trials`     of stochastic rounding: independent measurements with the noise that is to be
                  expected, each of `steps_per_trial` steps; the default is `windows`
+    `numbers`    the sums of each followed number (NumberSums.of_row), for standard errors. Without
+                 them, the errors of the sample are not known, and count as 0.
+    `free_numbers`  those of the free row
     """
     weight = np.asarray(sample.sizes, float)
     if not windows or not np.isfinite([rate_of(sums, weight) for sums in windows]).any():
         why = "the training ended before a window was full, or moved nothing: train longer"
         return Finding.without_rates(optimizer, text, NOT_JUDGED, why)
     place, form = split_entry(text)
-    measured = Evidence.measured(windows, weight, names)
+    is_noisy = is_stochastic(form)
+    errors = Errors.of_sample(numbers, sample, is_noisy)
+    if is_noisy:
+        trials = trials or windows
+        noise = Errors.of_noise(trials, steps_per_trial, len(windows), sample)
+        errors = errors.or_larger(noise)
+    measured = Evidence.measured(windows, weight, names, errors)
     verdict = measured.verdict(tolerates)
     why = ""
     mechanism = mechanism_of(place, measured.lost, length, looked)
     free_rate = math.nan
     if free:
-        on_its_own = Evidence.measured(free, weight, names)
+        free_errors = Errors.of_sample(free_numbers, sample, is_noisy)
+        on_its_own = Evidence.measured(free, weight, names, free_errors)
         free_rate = on_its_own.overall
         worse = worse_of(measured, on_its_own)
         worse_verdict = worse.verdict(tolerates)
@@ -161,17 +271,21 @@ def judge(
                 f"{worse.overall:.2f} where it goes on from its own"
             )
             why = explain(rates, worse, verdict, tolerates, mechanism)
-    if not why and verdict != AS_FLOAT32 and is_stochastic(form):
-        favourable = within_errors(measured, windows, trials or windows, steps_per_trial, sample)
+    if not why and verdict != AS_FLOAT32 and is_noisy:
+        favourable = while_moving(measured, windows, trials, steps_per_trial, sample, errors)
         milder = favourable.verdict(tolerates)
         if SEVERITY.index(milder) < SEVERITY.index(verdict):
             verdict = milder
             # Tensors that only seem to stand still are not named.
-            named = measured._replace(tensors=favourable.tensors)
+            named = measured._replace(
+                tensors=favourable.tensors, tensor_errors=favourable.tensor_errors
+            )
             why = explain(rates_in_words(measured), named, verdict, tolerates, mechanism)
             why += "; where float32 hardly moves, its noise is not judged"
     if not why:
         why = explain(rates_in_words(measured), measured, verdict, tolerates, mechanism)
+        if doubt := uncertain(measured, verdict, tolerates):
+            why += f'; perhaps "{doubt}", which a larger sample would tell'
     parts = in_parts(windows, PARTS)
     return Finding(
         optimizer,
@@ -188,61 +302,85 @@ def judge(
         tensor_rates=tuple(tuple(map(float, rates_by_tensor(sums))) for sums in parts),
         tensor_noise=tuple(tuple(map(float, noise_by_tensor(sums, length))) for sums in parts),
         free_rate=free_rate,
+        error=measured.error,
+        tensor_errors=measured.tensor_errors,
     )
+
+
+def uncertain(measured: Evidence, verdict: str, tolerates: tuple[float, float]) -> str:
+    """The worse verdict on the training as a whole that the same rates would have without errors,
+    or an empty string."""
+    low, high = tolerates
+    certain = measured.without_errors()
+    harsher = certain.verdict(tolerates)
+    is_of_the_whole = not low <= certain.overall <= high or certain.last < low
+    if is_of_the_whole and SEVERITY.index(harsher) > SEVERITY.index(verdict):
+        return harsher
+    return ""
 
 
 def worse_of(anchored: Evidence, free: Evidence) -> Evidence:
     """The evidence of an anchored row, with the rates of its free row where that learns clearly
     less."""
 
-    def lower(anchored_rate: float, free_rate: float) -> float:
-        return free_rate if anchored_rate - free_rate > DISAGREE else anchored_rate
-
-    return anchored._replace(
-        overall=lower(anchored.overall, free.overall),
-        last=lower(anchored.last, free.last),
-        tensors={name: lower(rate, free.tensors[name]) for name, rate in anchored.tensors.items()},
+    replaced = [
+        name for name, rate in anchored.tensors.items() if rate - free.tensors[name] > DISAGREE
+    ]
+    worse = anchored._replace(
+        tensors=anchored.tensors | {name: free.tensors[name] for name in replaced},
+        tensor_errors=anchored.tensor_errors
+        | {name: free.tensor_errors[name] for name in replaced},
     )
+    if anchored.overall - free.overall > DISAGREE:
+        worse = worse._replace(overall=free.overall, error=free.error)
+    if anchored.last - free.last > DISAGREE:
+        worse = worse._replace(last=free.last, last_error=free.last_error)
+    return worse
 
 
-def within_errors(
+def while_moving(
     measured: Evidence,
     windows: list[WindowSums],
     trials: list[WindowSums],
     steps_per_trial: int,
     sample: Sample,
+    errors: Errors,
 ) -> Evidence:
-    """A stochastic row's evidence with the most favourable rates that its noise allows.
+    """A stochastic row's evidence from the windows in which float32 moves.
 
     A training that has converged, or an average that has arrived, has windows in which float32
     hardly moves. Their rates are the row's noise divided by next to nothing. So here those windows
-    are left out, the others count by how far float32 moves in them, and each rate may be two
-    standard errors nearer to 1. If float32 does not move in the last quarter, it is not judged.
+    are left out, and the others count by how far float32 moves in them. If float32 does not move in
+    the last quarter, it is not judged.
 
-    `trials` and `steps_per_trial` are those of `judge`.
+    `trials` and `steps_per_trial` are those of `judge`, and `errors` those of all windows. Windows
+    that are left out add next to nothing to what `errors.whole` is made of.
     """
     weight = np.asarray(sample.sizes, float)
-    numbers = np.minimum(weight, sample.numbers_per_tensor) * steps_per_trial
-
-    def favourable(chosen: list[WindowSums]) -> tuple[float, np.ndarray]:
-        """The rate over some trials, and those of the tensors."""
-        sums = add_up(chosen)
-        counts = numbers * len(chosen)
-        error, errors = error_of(sums, counts, weight), errors_by_tensor(sums, counts)
-        rate = towards_one(rate_of(sums, weight), ERRORS * error)
-        return rate, towards_one(rates_by_tensor(sums), ERRORS * errors)
-
-    moves = is_moving(trials, weight)
-    rate, by_tensor = favourable([trials[i] for i in np.flatnonzero(moves)])
+    moving = np.flatnonzero(is_moving(trials, weight))
     first_late = len(trials) - max(1, len(trials) // 4)
-    late = [trials[i] for i in np.flatnonzero(moves) if i >= first_late]
-    while_moving = [windows[i] for i in np.flatnonzero(is_moving(windows, weight))]
-    return measured._replace(
+    all_moving = [trials[i] for i in moving]
+    late = [trials[i] for i in moving if i >= first_late]
+    moving_windows = [windows[i] for i in np.flatnonzero(is_moving(windows, weight))]
+    while_it_moves = Errors.of_noise(all_moving, steps_per_trial, 1, sample)
+    error = float(np.fmax(errors.whole, while_it_moves.whole))
+    tensor_errors = np.fmax(errors.tensors, while_it_moves.tensors)
+    sums = add_up(all_moving)
+    rate = rate_of(sums, weight)
+    favourable = measured._replace(
         overall=rate,
-        last=favourable(late)[0] if late else rate,
-        noise=float(np.median([noise_of(sums, weight) for sums in while_moving])),
-        tensors={name: float(own) for name, own in zip(measured.tensors, by_tensor, strict=True)},
+        error=error,
+        last=rate,
+        last_error=error,
+        noise=float(np.median([noise_of(sums, weight) for sums in moving_windows])),
+        tensors=dict(zip(measured.tensors, rates_by_tensor(sums).tolist(), strict=True)),
+        tensor_errors=dict(zip(measured.tensors, tensor_errors.tolist(), strict=True)),
     )
+    if late:
+        noise = Errors.of_noise(late, steps_per_trial, 1, sample)
+        last_error = float(np.fmax(errors.last, noise.whole))
+        favourable = favourable._replace(last=rate_of(add_up(late), weight), last_error=last_error)
+    return favourable
 
 
 def is_moving(windows: list[WindowSums], weight: np.ndarray) -> np.ndarray:
@@ -251,18 +389,13 @@ def is_moving(windows: list[WindowSums], weight: np.ndarray) -> np.ndarray:
     return (movements > 0) & (movements >= CONVERGED * np.nanmax(movements))
 
 
-def towards_one(rate, by):
-    """A rate, or an array of them, moved towards 1 by no more than `by`."""
-    return rate + np.clip(1 - rate, -by, by)
-
-
 def is_stochastic(form: str) -> bool:
     return "stochastic" in form.split(":")[1:]
 
 
 def rates_in_words(measured: Evidence) -> str:
     """The rate, with those at first and at the end if they differ."""
-    text = f"learns as at {times(measured.overall)} the learning rate"
+    text = f"learns as at {times(measured.overall, measured.error)} the learning rate"
     change = math.log(max(measured.last, 1e-6) / max(measured.first, 1e-6))
     if abs(change) > math.log(1.5):
         text += f" ({measured.first:.2f} at first, {measured.last:.2f} at the end)"
@@ -285,7 +418,7 @@ def explain(
             verb = "is" if len(frozen) == 1 else "are"
             parts.append(f"{len(frozen)} of {total} tensors {verb} frozen: {listed(frozen)}")
     if verdict == "faster" and (fast := evidence.fast(tolerates[1])):
-        fastest = max(evidence.tensors.values())
+        fastest = max(evidence.tensors[name] for name in fast)
         parts.append(
             f"{len(fast)} of {total} tensors learn up to {times(fastest)} as fast: {listed(fast)}"
         )
@@ -308,11 +441,15 @@ def mechanism_of(place: str, lost: float, length: int, looked: bool) -> str:
     return f"{share} of the numbers stay the same over {length} updates"
 
 
-def times(rate: float) -> str:
-    """A factor in words."""
+def times(rate: float, error: float = 0.0) -> str:
+    """A factor in words, with its standard error if that is larger than 0.01."""
     if rate >= 100:
-        return f"{rate:,.0f} times"
-    return f"{rate:.2f} times" if rate >= 0.01 else f"{rate:.1g} times"
+        text = f"{rate:,.0f}"
+    else:
+        text = f"{rate:.2f}" if rate >= 0.01 else f"{rate:.1g}"
+    if error > SHOWN_ERROR:
+        text += f" ± {error:.0f}" if error >= 10 else f" ± {error:.2f}"
+    return f"{text} times"
 
 
 def listed(names: list[str]) -> str:

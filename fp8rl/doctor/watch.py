@@ -1,10 +1,13 @@
 """`python -m fp8rl.doctor watch`: watches a script that trains in float32, and judges formats."""
 
 import collections
+import contextlib
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 
 import torch
 
-from ..bits.notation import STATE
+from ..bits.notation import SAMPLE, STATE
 from .doctor import FORMATS, Doctor
 from .findings import Report, without_nan
 from .hooks import Hooks, modules_of_process, parameters_of
@@ -48,26 +51,38 @@ class Patient:
 class Watch(Hooks):
     """Watches the training of a script.
 
-    `formats` and `tolerates` are those of Doctor. `patients` has who is watched for each number of
-    an optimizer. An error of a doctor must not stop the script.
+    `formats`, `tolerates` and `sample` are those of Doctor. `patients` has who is watched for each
+    number of an optimizer. An error of a doctor must not stop the script.
 
     **Pools.** A script that steps within the backward pass has an optimizer for each parameter.
     Optimizers are watched as one if there are at least MANY of one class, each with at most FEW
     parameters, that all make their first step before one of them makes its second. They are watched
     from the second step on.
 
+    **Other processes.** A process that the script starts has no hooks, or those of a fork, which
+    report nothing. So the report counts such processes, but for the workers of a DataLoader.
+
     **Sweeps.** A script may train one network after the other and drop each. When an optimizer
     makes its first step, what was measured of optimizers that are gone is dropped, too.
     """
 
-    def __init__(self, formats: tuple[str, ...], tolerates: tuple[float, float]):
+    def __init__(
+        self, formats: tuple[str, ...], tolerates: tuple[float, float], sample: int = SAMPLE
+    ):
         super().__init__()
         self.formats = formats or WATCHED
         self.tolerates = tolerates
+        self.sample = sample
         self.patients: list[Patient] = []
         self.steps: list[int] = []
         self.may_pool: dict[type, list[int]] = {}  # small optimizers in their first step, by class
         self.forming: dict[type, Patient] = {}  # pools in their first round
+        self.processes: list[str] = []  # names of processes that the script has started
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        with super().installed(), noting_processes(self.processes):
+            yield
 
     def begin(self, number: int) -> None:
         self.drop_those_gone()
@@ -138,6 +153,7 @@ class Watch(Hooks):
                 optimizers if patient.is_pool else optimizers[0],
                 formats=self.formats,
                 tolerates=self.tolerates,
+                sample=self.sample,
                 names=[patient.name],
                 model=modules_of_process(),
             )
@@ -204,6 +220,11 @@ class Watch(Hooks):
             report.notes.append(self.note_on(gone))
         if not len(self.optimizers):
             report.notes.append(f"{NO_STEP}: there is nothing to judge")
+        if count := len(self.processes):
+            started = "another process" if count == 1 else f"{count} other processes"
+            report.notes.append(
+                f"the script started {started}: steps of optimizers there are not in this report"
+            )
         return report
 
     def note_on(self, gone: list[int]) -> str:
@@ -232,7 +253,8 @@ class Watch(Hooks):
             watched = patient.doctor.watched[0] if patient.doctor else None
             if watched is not None:
                 tensors = [t for t, k in enumerate(watched.owner) if patient.numbers[k] == number]
-            findings = [finding for finding in report if finding.optimizer == patient.name]
+            names = [part.name for part in watched.parts] if watched else [patient.name]
+            findings = [finding for finding in report if finding.optimizer in names]
             if patient.is_pool:
                 findings = [finding.of_tensors(tensors) for finding in findings]
             optimizers.append(
@@ -240,8 +262,28 @@ class Watch(Hooks):
                     "name": self.name_of(number),
                     "steps": self.steps[number],
                     "tensors": [watched.tensor_names[t] for t in tensors],
-                    "shapes": [watched.shapes[t] for t in tensors],
+                    # A twin needs all tensors
+                    "shapes": [watched.shapes[t] for t in tensors if watched.follows_all],
                     "findings": [without_nan(finding._asdict()) for finding in findings],
                 }
             )
         return report_as_json(optimizers, report.notes)
+
+
+@contextlib.contextmanager
+def noting_processes(names: list[str]) -> Iterator[None]:
+    """A context in which the names of processes are noted that multiprocessing starts, as
+    torch.multiprocessing does, but for the workers of a DataLoader."""
+    start = BaseProcess.start
+
+    def start_and_note(process: BaseProcess) -> None:
+        target = getattr(process, "_target", None)  # which `start` deletes
+        start(process)
+        if getattr(target, "__module__", "") != "torch.utils.data._utils.worker":
+            names.append(process.name)
+
+    BaseProcess.start = start_and_note
+    try:
+        yield
+    finally:
+        BaseProcess.start = start

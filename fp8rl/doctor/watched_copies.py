@@ -24,7 +24,7 @@ from .findings import AS_FLOAT32, NOT_JUDGED, Finding
 from .optimizer_copy import OptimizerCopy, RandomNumbers
 from .real_optimizers import RealOptimizer
 from .run_script import first_line
-from .sample import Sample, WindowSums
+from .sample import NumberSums, Sample, WindowSums
 from .verdicts import judge
 
 LEAP = 10  # a step that is longer than so many of the script's longest ones is a leap
@@ -37,7 +37,7 @@ MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
 class WatchedCopy:
     """A copy that is watched, and what was measured of it.
 
-    `windows`   measurements of each window
+    `windows`   measurements of each window, and `numbers` of each number that is followed
     `longest`   the longest step of each of the T tensors, in learning rates
     `reason`    why it is not judged; empty if it is
     `diverged`  the update at which its weights were no longer finite; 0 if they are
@@ -47,6 +47,7 @@ class WatchedCopy:
         self.entry = entry
         self.copy: OptimizerCopy | None = None
         self.windows: list[WindowSums] = []
+        self.numbers = NumberSums()
         self.longest = torch.zeros(tensors)
         self.reason = ""
         self.diverged = 0
@@ -240,8 +241,9 @@ class WatchedCopies:
             weights = self.weights_of(watched.copy.optimizer, self.of_copy(watched))
             moved = weights - watched.start - watched.displaced
             lost = (moved == 0) & (true != 0)
-            sums = WindowSums.of(moved[None], true, lost[None])
+            sums = WindowSums.of(moved[None], true, lost[None], self.sample.emphasis)
             watched.windows.append(sums.of_row(0))
+            watched.numbers.add(moved[None], true)
         self.begin_window(optimizer, parameters)
 
     def after_loading(self, optimizer) -> None:
@@ -264,6 +266,7 @@ class WatchedCopies:
             self.tensor_names,
             tolerates,
             self.length,
+            numbers=watched.numbers.of_row(0) if watched.windows else None,
         )
         if watched.diverged:
             why = f"its weights became infinite or NaN at update {watched.diverged}"

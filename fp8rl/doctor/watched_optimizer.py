@@ -18,12 +18,16 @@ that round stochastically need none: their mean is right wherever they begin.
 The training waits while a hook runs at every update. So a hook only records the update, and the
 updates of a window are replayed at the window's end.
 
+Parameters may join later: a script turns on their `requires_grad`, or adds a group. A window needs
+all its updates, and Adam counts the steps of each parameter by itself. So those that join are
+watched by a WatchedOptimizer of their own, which begins after their first step (`later`).
+
 A doctor must not keep a network in memory that the script has dropped. So optimizers and parameters
 are held by weak references, and everything else that is kept here is a sample.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +39,7 @@ from ..bits.notation import STATE
 from ..bits.places import SLACK, PlaceFormat
 from .format_rows import FormatRows, MomentBounds
 from .low_bit_gradients import Looks
-from .sample import Sample, WindowSums, tensor_names
+from .sample import NumberSums, Sample, WindowSums, tensor_names
 
 WEIGHTS, M, V, ROOT = range(4)  # indices into STATE
 # Optimizers whose step is not in proportion to their learning rate, by the names of their classes,
@@ -96,13 +100,17 @@ class WatchedOptimizer:
     """One optimizer, watched through its hooks.
 
     `name`        name of the optimizer in reports
-    `optimizers`  an optimizer of float32 parameters, in a list; if it is not Adam or AdamW, or uses
-                  amsgrad, only the weights are followed. (PooledOptimizers has several.)
+    `optimizers`  an optimizer, in a list; if it is not Adam or AdamW, or uses amsgrad, only the
+                  weights are followed. (PooledOptimizers has several.)
     `modules`     modules whose names of parameters are used
     `formats`     place, format and text of each entry that is followed
     `length`      updates in a window
     `sample`      how many numbers are followed
     `seed`        seed of the sample and of stochastic rounding
+    `only`        identities of the parameters that are followed; the default is all that learn
+
+    Only parameters in float32 are followed. `not_float32` has the names of others that learn, with
+    their types.
 
     `kept`, float32 [length + 1, C, T, P], has a row for each of C formats. A row has P weights,
     moments or roots of each of T tensors, as they are kept at the beginning of a window and after
@@ -110,10 +118,11 @@ class WatchedOptimizer:
     then the rows of `names`. `kind` [C] says which place a row keeps, by its index in STATE.
 
     `windows` has the measurements of the rows of `names`, and `free_windows` those of the free
-    rows, whose formats are in `free_names`. `trials` has the windows with the noise that is to be
-    expected of stochastic rounding, where less is seen.
+    rows, whose formats are in `free_names`. `numbers` and `free_numbers` have sums by number, from
+    which standard errors follow. `trials` has the windows with the noise that is to be expected of
+    stochastic rounding, where less is seen.
 
-    Raises ValueError if no parameters learn, and for parameters of other types than float32.
+    Raises ValueError if no parameters learn, and if none of those that do is float32.
     """
 
     def __init__(
@@ -125,8 +134,11 @@ class WatchedOptimizer:
         length: int,
         sample: int,
         seed: int,
+        only: Collection[int] | None = None,
     ):
         self.name = name
+        self.options = formats, length, sample, seed
+        self.modules = [weakref.ref(module) for module in modules]
         self.length = length
         self.optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         first = optimizers[0]
@@ -138,23 +150,30 @@ class WatchedOptimizer:
         self.group: list[int] = []  # for each parameter, the number of its group
         self.owner: list[int] = []  # for each parameter, the number of its optimizer
         idle: list[torch.Tensor] = []  # parameters that do not learn
+        others: list[torch.Tensor] = []  # parameters that learn, and are not float32
         for number, (owner, group) in enumerate(groups):
             for p in group["params"]:
-                if not p.requires_grad:
+                learns = p.requires_grad if only is None else id(p) in only
+                if not learns:
                     idle.append(p)
+                elif p.dtype != torch.float32:
+                    others.append(p)
                 elif p.numel():
                     parameters.append(p)
                     self.group.append(number)
                     self.owner.append(owner)
-        if not parameters:
+        if not (parameters or others):
             raise ValueError(f"{name} has no parameters that learn: leave it out")
-        if wrong_types := {p.dtype for p in parameters} - {torch.float32}:
+        if not parameters:
             raise ValueError(
-                f"parameters are {wrong_types.pop()}: let the doctor watch a training in float32"
+                f"parameters are {others[0].dtype}: let the doctor watch a training in float32"
             )
         self.references = [weakref.ref(p) for p in parameters]
         self.idle = [weakref.ref(p) for p in idle]
         self.ids = ids_of(group for _, group in groups)
+        self.not_float32: dict[str, torch.dtype] = {}
+        self.note_types(others)
+        self.later: list[WatchedOptimizer] = []  # of parameters that joined
         self.tensor_names = tensor_names(parameters, modules)
         self.shapes = [[*p.shape] for p in parameters]
         self.device = parameters[0].device
@@ -186,20 +205,26 @@ class WatchedOptimizer:
         self.windows: list[WindowSums] = []
         self.trials: list[WindowSums] = []  # the windows, with the noise that is to be expected
         self.free_windows: list[WindowSums] = []
+        self.numbers = NumberSums()  # of the rows of `names`
+        self.free_numbers = NumberSums()
         self.updates = 0
         self.last_update = np.zeros(len(parameters), int)  # of each tensor; 0 if it had none
         self.switched_off = [False] * len(parameters)  # whether a tensor did not require gradients
-        self.others_learn = False  # whether the last step changed a tensor that is not followed
+        self.others_learn = False  # whether the optimizer goes on without a tensor of these
         self.kept: np.ndarray | None = None
         self.versions: list[int] | None = None
         self.weight_after: torch.Tensor | None = None
         self.looks = Looks(self)
         self.hooks = []
+
+    def attach(self) -> None:
+        """Attaches hooks to the optimizers."""
         if not self.is_in_proportion:
             return  # nothing would be judged
         # A step under torch.compile leaves the hooks out of its graph. Compiling them would take
         # far longer than calling them.
-        for optimizer in optimizers:
+        for reference in self.optimizers:
+            optimizer = reference()
             self.hooks += [
                 optimizer.register_step_pre_hook(torch.compiler.disable(self.before_step)),
                 optimizer.register_step_post_hook(torch.compiler.disable(self.after_step)),
@@ -213,6 +238,17 @@ class WatchedOptimizer:
         return [] if any(p is None for p in parameters) else parameters
 
     @property
+    def parts(self) -> list["WatchedOptimizer"]:
+        """This one, and those of the parameters that joined."""
+        return [self, *self.later]
+
+    @property
+    def follows_all(self) -> bool:
+        """Whether every tensor that the optimizer has trained was followed, from the beginning to
+        the end."""
+        return not (self.later or self.not_float32 or self.stopped_learning().any())
+
+    @property
     def groups(self) -> list[dict]:
         """The parameter groups as they are now; none once the script has dropped an optimizer."""
         optimizers = [reference() for reference in self.optimizers]
@@ -224,13 +260,13 @@ class WatchedOptimizer:
         """Why this optimizer cannot be judged, or an empty string."""
         if not self.is_in_proportion:
             return f"a step of {self.kind_of_optimizer} is not in proportion to its learning rate"
-        if self.others_learn or self.has_stopped_learning().any():
+        if self.others_learn:
             return "other parameters learn than at first"
         if not self.is_finite():
             return "float32 itself has become infinite or NaN"
         return ""
 
-    def has_stopped_learning(self) -> np.ndarray:
+    def stopped_learning(self) -> np.ndarray:
         """Whether a tensor has learned and then was switched off by the script, bool [T].
 
         That is judged by the steps that the optimizer made. A network that is frozen after its last
@@ -251,17 +287,50 @@ class WatchedOptimizer:
         return bool(self.weight_after.isfinite().all() and np.isfinite(self.largest).all())
 
     def note_what_learns(self, parameters: list[torch.Tensor]) -> None:
-        """Notes at a step which tensors it changes that are not followed."""
+        """Notes at a step whether the optimizer still has the tensors that are followed, which of
+        them are switched off, and which others it has now."""
         groups = self.groups
-        idle = [p for reference in self.idle if (p := reference()) is not None]
-        self.others_learn = any(p.grad is not None for p in idle)
-        if ids_of(groups) != self.ids:
-            followed = {id(p) for p in parameters}
+        ids = ids_of(groups)
+        if ids != self.ids:
             present = {id(p): p for group in groups for p in group["params"]}
-            added = [p for i, p in present.items() if i not in followed]
-            self.others_learn |= any(p.requires_grad and p.numel() for p in added)
-            self.others_learn |= not followed <= present.keys()
+            self.others_learn = not {id(p) for p in parameters} <= present.keys()
+            added = present.keys() - {*self.ids}
+            self.idle += [weakref.ref(present[i]) for i in added]
+            self.ids = ids
         self.switched_off = [not p.requires_grad for p in parameters]
+
+    def take_joined(self) -> list[torch.Tensor]:
+        """The parameters that have made their first step now. They are idle no more."""
+        idle = [p for reference in self.idle if (p := reference()) is not None]
+        joined = [p for p in idle if p.grad is not None and p.numel()]
+        if joined:
+            self.idle = [weakref.ref(p) for p in idle if p.grad is None]
+        return joined
+
+    def follow_joined(self) -> None:
+        """Begins to watch the parameters that have made their first step now."""
+        joined = self.take_joined()
+        if not joined:
+            return
+        self.note_types([p for p in joined if p.dtype != torch.float32])
+        joined = [p for p in joined if p.dtype == torch.float32]
+        optimizers = [reference() for reference in self.optimizers]
+        if not joined or None in optimizers:
+            return
+        noun = "tensor" if len(joined) == 1 else "tensors"
+        name = f"{self.name}, {len(joined)} {noun} from update {self.updates + 1} on"
+        only = {id(p) for p in joined}
+        watched = WatchedOptimizer(name, optimizers, self.modules_now(), *self.options, only)
+        self.later.append(watched)
+
+    def note_types(self, others: list[torch.Tensor]) -> None:
+        """Notes parameters that learn and are not float32."""
+        types = [p.dtype for p in others]
+        self.not_float32 |= zip(tensor_names(others, self.modules_now()), types, strict=True)
+
+    def modules_now(self) -> list[nn.Module]:
+        """The modules that the script has not dropped."""
+        return [module for reference in self.modules if (module := reference()) is not None]
 
     def read_settings(self) -> list[GroupSettings]:
         """The settings of each group as they are now. Groups that are added later are left out."""
@@ -296,6 +365,10 @@ class WatchedOptimizer:
         return dense(self.parameters, [state.get(name) for state in self.states()])
 
     def before_step(self, optimizer, args, kwargs) -> None:
+        for part in self.parts:
+            part.begin_update()
+
+    def begin_update(self) -> None:
         """Reads the weights, and begins a window at the first step."""
         parameters = self.parameters
         if not parameters:
@@ -314,14 +387,19 @@ class WatchedOptimizer:
         m = self.sample.take(self.moment("exp_avg"))
         v = self.sample.take(self.moment("exp_avg_sq"))
         self.kept = np.empty((self.length + 1, len(self.kind), *m.shape), np.float32)
+        # Rows without a bound stay as they are here
+        shape = self.kept.shape[1:]
+        least, most = np.full(shape, np.nan, np.float32), np.full(shape, np.inf, np.float32)
+        self.bounds = MomentBounds(least, most)
         self.last_weight = weights  # float32's weights after the last update that was replayed
         self.begin_window(np.stack((weights, m, v, np.sqrt(v)))[self.kind])
         self.rows.round(self.kept[0], self.largest, out=self.kept[0])
 
     def after_loading(self, optimizer) -> None:
         """Starts again, with the moments that the optimizer has loaded."""
-        self.kept = None
-        self.looks.losses_now = None
+        for part in self.parts:
+            part.kept = None
+            part.looks.losses_now = None
 
     def begin_window(self, rows: np.ndarray) -> None:
         """Begins a window. Moments and free rows go on from `rows`, other rows of weights from
@@ -339,10 +417,16 @@ class WatchedOptimizer:
         self.recorded: list[Update] = []  # updates since the last replay
 
     def after_step(self, optimizer, args, kwargs) -> None:
+        # A GradScaler tells a fused optimizer in this way to skip the step.
+        skipped = bool(getattr(optimizer, "found_inf", None))
+        for part in self.parts:
+            part.end_update(optimizer, skipped)
+        if not skipped:
+            self.follow_joined()
+
+    def end_update(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         """Records the update."""
         parameters = self.parameters
-        # A GradScaler tells a fused optimizer in this way to skip the step.
-        skipped = getattr(optimizer, "found_inf", None)
         has_all_groups = len(optimizer.param_groups) > max(self.group)
         if not has_all_groups:
             self.others_learn = True
@@ -435,12 +519,10 @@ class WatchedOptimizer:
         limit = SLACK * adam.full_step_quotient(*corrections)  # as in Places.moments
         m = np.abs(rows[0])
         root = np.sqrt(rows[1])
-        least = np.full_like(rows, np.nan)
-        least[self.bounded & (self.kind == V)] = (m / limit) ** 2
-        least[self.bounded & (self.kind == ROOT)] = m / limit
-        most = np.full_like(rows, np.inf)
-        most[self.bounded & (self.kind == M)] = limit * root
-        return MomentBounds(least, most)
+        self.bounds.least[self.bounded & (self.kind == V)] = (m / limit) ** 2
+        self.bounds.least[self.bounded & (self.kind == ROOT)] = m / limit
+        self.bounds.most[self.bounded & (self.kind == M)] = limit * root
+        return self.bounds
 
     def end_window(self) -> None:
         """Ends a window, and measures it."""
@@ -450,14 +532,17 @@ class WatchedOptimizer:
         true = np.where(self.keeps_weights, update, moved[1])
         kept = np.where(self.keeps_weights, moved, self.kept[-1])
         exact = np.stack((update, m, v, v))[self.kind]
-        sums = WindowSums.of(moved, true, (kept == 0) & (exact != 0))
+        emphasis = self.sample.emphasis
+        sums = WindowSums.of(moved, true, (kept == 0) & (exact != 0), emphasis)
         # The first two rows are float32's, which are not measured.
         window = WindowSums(*(part[self.measured] for part in sums))
         self.windows.append(window)
+        self.numbers.add(moved[self.measured], true[self.measured])
+        self.free_numbers.add(moved[self.free], true[self.free])
         # Weights that are rounded stochastically have at least this noise on average, although
         # few numbers may show it: a step d of numbers that lie s apart is s with probability d / s.
         spacing = self.rows.steps(self.kept[-1], self.largest)
-        expected = (spacing * np.abs(true)).mean(2, dtype=np.float64)
+        expected = (spacing * np.abs(true) * emphasis).mean(2, dtype=np.float64)
         expected = (expected * self.is_stochastic_weight)[self.measured]
         self.trials.append(window._replace(apart=np.maximum(window.apart, expected)))
         self.free_windows.append(WindowSums(*(part[self.free] for part in sums)))
