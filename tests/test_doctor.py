@@ -1006,6 +1006,7 @@ REFUSED = {
     "tensors of target are none": lambda: follow([torch.zeros(0)]),
     "rate is None": lambda: follow([torch.ones(3)], rate=None),
     "name is 'v'": lambda: follow([torch.ones(3)], name="v"),
+    "formats has mx": lambda: formats("weights=e4m3:mx"),
     "formats has block: ": lambda: follow([torch.ones(3)], formats=["e4m3:block"]),
     "others has 'targets'": lambda: formats("m=bf16").look(None, others={"targets": None}),
     "optimizer is 'alpha'": lambda: formats("m=bf16").look(None, "alpha"),

@@ -39,7 +39,14 @@ import signal
 import sys
 from pathlib import Path
 
-from ..bits.notation import OPERANDS, STATE, TOLERATES, check_tolerance, read_entries
+from ..bits.notation import (
+    OF_BLOCKS,
+    OPERANDS,
+    STATE,
+    TOLERATES,
+    check_tolerance,
+    read_entries,
+)
 from .report_file import NO_STEP, ReportFile, read_report, report_as_json, require_rates
 from .run_script import AfterImport, Refusal, Target, before_termination, first_line
 
@@ -252,9 +259,11 @@ def formats_to_watch(options: argparse.Namespace) -> tuple[str, ...]:
         (entry,) = read_entries(text, STATE)
         exponent, _ = entry.bits
         # Formats with 8 bits of exponent have no scale, and so no blocks
-        if "block" in entry.words and "unscaled" not in entry.words and exponent < 8:
+        of_blocks = OF_BLOCKS & {*entry.words}
+        if of_blocks and "unscaled" not in entry.words and exponent < 8:
+            (word,) = of_blocks
             raise Refusal(
-                f"formats has {text}: leave block out, the doctor follows a sample of each tensor"
+                f"formats has {text}: leave {word} out, the doctor follows a sample of each tensor"
             )
     return formats
 
