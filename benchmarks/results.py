@@ -41,6 +41,8 @@ COMMANDS = {
     "rates_measured": "python benchmarks/rates.py measure benchmarks/results/rates_measured.csv",
     "rates": "python benchmarks/rates.py table benchmarks/results/rates.md",
     "characters": "python benchmarks/characters.py benchmarks/results/characters.md",
+    # Is the emulation of bfloat16 what torch does with bfloat16 parameters?
+    "emulation": "python benchmarks/emulation.py benchmarks/results/emulation.md",
     # Also for scripts that others wrote?
     "strangers": "python benchmarks/strangers.py table benchmarks/results/strangers.md",
     # Who may act in few bits?

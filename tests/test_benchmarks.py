@@ -497,6 +497,11 @@ RUNS = {
         {"UPDATES": 2, "EVERY": 1, "SEEDS": 1, "UNITS": 8},
         few_characters,
     ),
+    "emulation": Run(
+        {"emulation.md": {"gradients", "weights equal", "movement"}},
+        {"SIZE": 16, "STEPS": 4},
+        lambda module, _: module.FORMS.pop("compiled"),
+    ),
     "strangers": Run(
         {"strangers.md": {"the doctor, from seed 1", "lost", "the twin lost"}},
         {"FORMATS": ("weights=e4m3",)},

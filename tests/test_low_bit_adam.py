@@ -97,6 +97,30 @@ def test_without_formats_it_is_torchs_adam(kind, options):
     torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_rounded_once_a_step_it_is_torchs_fused_adam_on_bfloat16_and_not_its_loop(fused):
+    formats = {"weights": "bf16", "m": "bf16:independent", "v": "bf16:nearest:independent"}
+    start = (0.05 * torch.randn(2_000)).bfloat16()
+    low_bit = start.float().requires_grad_()
+    theirs = start.clone().requires_grad_()
+    optimizer = LowBitAdam([low_bit], **formats)
+    adam = torch.optim.Adam([theirs], fused=fused, foreach=False)
+    for _ in range(50):
+        gradient = torch.randn(2_000).bfloat16()
+        low_bit.grad = gradient.float()
+        theirs.grad = gradient
+        optimizer.step()
+        adam.step()
+    state = adam.state[theirs]
+    assert torch.equal(stored(optimizer, "m")[0], state["exp_avg"].float())
+    equal_v = stored(optimizer, "v")[0] == state["exp_avg_sq"].float()
+    equal_weights = (low_bit == theirs.float()).float().mean()
+    if fused:  # torch computes the corrections of the bias in float64
+        assert equal_v.all() and equal_weights > 0.99
+    else:
+        assert equal_v.float().mean() < 0.5 and equal_weights < 0.9
+
+
 def row_of(tensors) -> torch.Tensor:
     return torch.cat([x.detach().flatten() for x in tensors]).unsqueeze(0)
 
