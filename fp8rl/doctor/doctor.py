@@ -405,7 +405,12 @@ class Doctor:
         findings = [by_text[text] for text in order if text in by_text]
         if trouble := watched.trouble():
             # A twin must not train with rates that are not trusted.
-            nothing = {"cure": "", "tensor_rates": (), "tensor_noise": ()}
+            nothing = {
+                "cure": "",
+                "tensor_rates": (),
+                "tensor_noise": (),
+                "free_tensor_rates": (),
+            }
             findings = [
                 finding._replace(verdict="not judged", why=trouble, **nothing)
                 for finding in findings

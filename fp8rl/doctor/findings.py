@@ -43,6 +43,8 @@ class Finding(NamedTuple):
                  weights move to where the format's numbers are closer together. Where the two
                  disagree, the verdict is the worse one. NaN for other places, and for stochastic
                  rounding, which does not stall.
+    `free_tensor_rates`
+                 the same for each tensor, in each of the parts of `tensor_rates`, [parts, T]
     `sample_size`, `divergence`, `horizon`
                  of a policy that acts in few bits, which has no rate: the effective sample size of
                  a token's ratio, KL(pi || mu) of a token, and the number of tokens after which the
@@ -64,6 +66,7 @@ class Finding(NamedTuple):
     tensor_rates: tuple[tuple[float, ...], ...] = ()
     tensor_noise: tuple[tuple[float, ...], ...] = ()
     free_rate: float = math.nan
+    free_tensor_rates: tuple[tuple[float, ...], ...] = ()
     sample_size: float = math.nan
     divergence: float = math.nan
     horizon: float = math.nan
@@ -87,10 +90,15 @@ class Finding(NamedTuple):
     def of_tensors(self, numbers: list[int]) -> "Finding":
         """The finding with the rates of some tensors alone, by their numbers."""
         names = list(self.tensors)
+
+        def chosen(parts: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(part[t] for t in numbers) for part in parts)
+
         return self._replace(
             tensors={names[t]: self.tensors[names[t]] for t in numbers if names},
-            tensor_rates=tuple(tuple(part[t] for t in numbers) for part in self.tensor_rates),
-            tensor_noise=tuple(tuple(part[t] for t in numbers) for part in self.tensor_noise),
+            tensor_rates=chosen(self.tensor_rates),
+            tensor_noise=chosen(self.tensor_noise),
+            free_tensor_rates=chosen(self.free_tensor_rates),
         )
 
     def __str__(self) -> str:

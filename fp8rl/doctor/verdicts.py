@@ -140,6 +140,7 @@ def judge(
     why = ""
     mechanism = mechanism_of(place, measured.lost, length, looked)
     free_rate = math.nan
+    free_parts = in_parts(free, PARTS)
     if free:
         on_its_own = Evidence.measured(free, weight, names)
         free_rate = on_its_own.overall
@@ -179,6 +180,7 @@ def judge(
         tensor_rates=tuple(tuple(map(float, rates_by_tensor(sums))) for sums in parts),
         tensor_noise=tuple(tuple(map(float, noise_by_tensor(sums, length))) for sums in parts),
         free_rate=free_rate,
+        free_tensor_rates=tuple(tuple(map(float, rates_by_tensor(sums))) for sums in free_parts),
     )
 
 
