@@ -45,6 +45,9 @@ COMMANDS = {
     "emulation": "python benchmarks/emulation.py benchmarks/results/emulation.md",
     # Also for scripts that others wrote?
     "strangers": "python benchmarks/strangers.py table benchmarks/results/strangers.md",
+    # By which of the doctor's two rates of weights?
+    "free_rows_measured": "python benchmarks/free_rows.py measure benchmarks/results/free_rows.csv",
+    "free_rows": "python benchmarks/free_rows.py table benchmarks/results/free_rows.md",
     # Who may act in few bits?
     "acting_first": "python benchmarks/acting.py first benchmarks/results/acting_first.csv",
     "acting_predicted": "python benchmarks/acting.py predict benchmarks/results/acting_predicted.csv",

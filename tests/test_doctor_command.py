@@ -641,6 +641,8 @@ def test_a_wrong_command_is_refused_in_one_line_before_the_script_starts(
         {"steps": "x"},
         {"findings": [FINDING | {"tensor_rates": [[1.0, 2.0]]}]},
         {"findings": [FINDING | {"tensor_rates": "x"}]},
+        {"findings": [FINDING | {"free_tensor_rates": [[1.0, 2.0]]}]},
+        {"findings": [FINDING | {"free_tensor_rates": [[1.0], [1.0]]}]},
         {"findings": [{}]},
         {"findings": 3},
     ],
