@@ -13,6 +13,11 @@ by each of these rules:
     free if lower    for each tensor, the free rates if their mean is lower by more than 0.15
     parts apart      for each tensor and each part of the training, the free rate if the two are
                      more than 0.15 apart
+    anchored, held   the anchored rates; where float32 does not move a tensor, its last rate
+    free, held       the free rates; where float32 does not move a tensor, its last rate
+
+In a part of the training in which float32 does not move a tensor, because it has converged, there is
+no rate. The twin then trains at 1 times the learning rate, except by the last two rules.
 
 The loss of a cell is a share of float32's gain: what the training ends with, beyond what float32
 ends with, over what float32 gains from its start; clipped to -1 and 1.5. The error of a rule is the
@@ -41,7 +46,7 @@ from torch import nn
 
 from fp8rl.cli.throughput import origin
 from fp8rl.doctor.keep import Keep
-from fp8rl.doctor.twin import Twin
+from fp8rl.doctor.twin import Twin, held_rates
 from fp8rl.doctor.watch import Watch
 
 FORMATS = ("weights=bf16", "weights=fp16", "weights=e4m3")
@@ -182,27 +187,38 @@ def train(setting: Setting, hooks=None) -> tuple[float, float]:
 def rules_of(anchored: np.ndarray, free: np.ndarray) -> dict[str, np.ndarray]:
     """The rates [parts, T] by which each rule trains a twin, from both rates [parts, T].
 
-    A tensor that does not move in any part has NaN alone, and no mean.
+    Those are NaN where float32 does not move a tensor.
     """
-    means = [np.where(np.isnan(rates), 1.0, rates).mean(0) for rates in (anchored, free)]
-    lower = means[0] - means[1]
+    held = {"anchored, held": held_rates(anchored), "free, held": held_rates(free)}
+    anchored = np.nan_to_num(anchored, nan=1.0)
+    free = np.nan_to_num(free, nan=1.0)
+    lower = anchored.mean(0) - free.mean(0)
     return {
         "anchored": anchored,
         "free": free,
         "free if apart": np.where(np.abs(lower) > APART, free, anchored),
         "free if lower": np.where(lower > APART, free, anchored),
         "parts apart": np.where(np.abs(anchored - free) > APART, free, anchored),
+        **held,
     }
 
 
-RULES = ("anchored", "free", "free if apart", "free if lower", "parts apart")
+RULES = (
+    "anchored",
+    "free",
+    "free if apart",
+    "free if lower",
+    "parts apart",
+    "anchored, held",
+    "free, held",
+)
 NAMES = ("task", "learning_rate", "schedule", "seed", "format")
 OUTCOMES = ("rate", "free_rate", "start", "float32", "kept", *RULES)
 
 
 def same_rates(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two rules have the same rates, so that one twin stands for both."""
-    return np.allclose(a, b, rtol=0, atol=1e-3, equal_nan=True)
+    return np.allclose(a, b, rtol=0, atol=1e-3)
 
 
 def cells_of(setting: Setting) -> list[dict]:
@@ -223,7 +239,7 @@ def cells_of(setting: Setting) -> list[dict]:
             alike = [end for known, end in trained if same_rates(known, rates)]
             if not alike:
                 # Whatever rule Twin has, both are the rates of this one
-                listed = [[None if np.isnan(x) else x for x in part] for part in rates.tolist()]
+                listed = rates.tolist()
                 finding |= {"tensor_rates": listed, "free_tensor_rates": listed}
                 twin = Twin(text, report, Path("report.json"))
                 _, end = train(setting, twin)
