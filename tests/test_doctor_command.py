@@ -19,6 +19,7 @@ from fp8rl.bits.places import places_of
 from fp8rl.doctor import command as doctor
 from fp8rl.doctor import keep, run_script
 from fp8rl.doctor.report_file import REPORT_KIND, read_report
+from fp8rl.doctor.twin import rates_of
 from fp8rl.doctor.watch import WATCHED
 
 # A training as anybody may write it: two layers and a LayerNorm, Adam, a learning rate that falls.
@@ -470,7 +471,8 @@ def test_a_twin_goes_as_far_as_its_rate(tmp_path, run):
     start, whole = torch.load(tmp_path / "a.pt.start"), torch.load(tmp_path / "a.pt")
     for rate in (0.0, 1.0):
         for finding in report["optimizers"][0]["findings"]:
-            finding["tensor_rates"] = np.full_like(finding["tensor_rates"], rate, float).tolist()
+            for name in ("tensor_rates", "free_tensor_rates"):
+                finding[name] = np.full_like(finding[name], rate, float).tolist()
         (tmp_path / "changed.json").write_text(json.dumps(report))
         twin = ("twin", "weights=bf16", "--report", tmp_path / "changed.json")
         assert run(*twin, path, tmp_path / "b.pt")[0] == 0
@@ -479,6 +481,13 @@ def test_a_twin_goes_as_far_as_its_rate(tmp_path, run):
                 assert (x - first).norm() < 0.02 * (y - first).norm()
             else:
                 torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_twin_takes_free_rates_and_the_last_one_where_float32_stands_still():
+    finding = {"tensor_rates": [[0.5, None], [None, 0.25], [None, None]]}
+    assert rates_of(finding).tolist() == [[0.5, 1.0], [0.5, 0.25], [0.5, 0.25]]
+    free = {"free_tensor_rates": [[0.0, 0.125], [0.0, None], [None, 0.5]]}
+    assert rates_of(finding | free).tolist() == [[0.0, 0.125], [0.0, 0.125], [0.0, 0.5]]
 
 
 # Weights of 1 to 2 are nearly right and gradients are mostly noise, as in a finetuning. The learning
