@@ -41,8 +41,13 @@ COMMANDS = {
     "rates_measured": "python benchmarks/rates.py measure benchmarks/results/rates_measured.csv",
     "rates": "python benchmarks/rates.py table benchmarks/results/rates.md",
     "characters": "python benchmarks/characters.py benchmarks/results/characters.md",
+    # Is the emulation of bfloat16 what torch does with bfloat16 parameters?
+    "emulation": "python benchmarks/emulation.py benchmarks/results/emulation.md",
     # Also for scripts that others wrote?
     "strangers": "python benchmarks/strangers.py table benchmarks/results/strangers.md",
+    # By which of the doctor's two rates of weights?
+    "free_rows_measured": "python benchmarks/free_rows.py measure benchmarks/results/free_rows.csv",
+    "free_rows": "python benchmarks/free_rows.py table benchmarks/results/free_rows.md",
     # Who may act in few bits?
     "acting_first": "python benchmarks/acting.py first benchmarks/results/acting_first.csv",
     "acting_predicted": "python benchmarks/acting.py predict benchmarks/results/acting_predicted.csv",

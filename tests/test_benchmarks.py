@@ -236,6 +236,19 @@ def strangers_in_steps(module, out: Path) -> None:
     module.main(["table", str(out / "strangers.md")])
 
 
+def few_free_rows(module, monkeypatch) -> None:
+    monkeypatch.setattr(module, "CHOSEN_TASKS", module.CHOSEN_TASKS[:1])
+    monkeypatch.setattr(module, "FRESH_TASKS", module.FRESH_TASKS[:1])
+
+
+def free_rows_in_steps(module, out: Path) -> None:
+    module.main(["choose", str(out / "free_rows_chosen.csv")])
+    module.main(["measure", str(out / "free_rows.csv")])
+    module.main(["measure", str(out / "free_rows.csv")])  # goes on where it ended
+    assert len((out / "free_rows.csv").read_text().splitlines()) == 2
+    module.main(["table", str(out / "free_rows.md")])
+
+
 def few_characters(module, monkeypatch) -> None:
     numbers = torch.arange(1_000) % 5
     monkeypatch.setattr(module, "characters", lambda: (numbers, numbers, 5))
@@ -496,6 +509,24 @@ RUNS = {
         {"characters.md": {"kept", "stored, bytes a parameter"}, "characters.png": set()},
         {"UPDATES": 2, "EVERY": 1, "SEEDS": 1, "UNITS": 8},
         few_characters,
+    ),
+    "free_rows": Run(
+        {"free_rows.md": {"cells", "anchored", "it stands still"}},
+        {
+            "STEPS": 40,
+            "FORMATS": ("weights=bf16",),
+            "LEARNING_RATES": (1e-2,),
+            "SCHEDULES": ("falling",),
+            "CHOSEN_ON": (0,),
+            "FRESH": (1000,),
+        },
+        few_free_rows,
+        free_rows_in_steps,
+    ),
+    "emulation": Run(
+        {"emulation.md": {"gradients", "weights equal", "movement"}},
+        {"SIZE": 16, "STEPS": 4},
+        lambda module, _: module.FORMS.pop("compiled"),
     ),
     "strangers": Run(
         {"strangers.md": {"the doctor, from seed 1", "lost", "the twin lost"}},

@@ -555,6 +555,9 @@ def test_a_stall_that_new_windows_hide_is_seen_where_weights_go_on_from_their_ow
     assert "0.62 in windows that begin at float32's weights, 0.00 where it goes on" in str(bad)
     assert fine.is_fine and fine.free_rate == pytest.approx(fine.rate, abs=0.02)
     assert np.isnan([stochastic.free_rate, moment.free_rate]).all()
+    assert bad.free_tensor_rates == 24 * ((0,),) and len(bad.tensor_rates) == 24
+    assert bad.of_tensors([0]) == bad and bad.of_tensors([]).free_tensor_rates == 24 * ((),)
+    assert stochastic.free_tensor_rates == moment.free_tensor_rates == ()
     assert '"free_rate": 0.0' in report.to_json() and '"free_rate": null' in report.to_json()
 
 
@@ -1180,6 +1183,7 @@ REFUSED = {
     "tensors of target are none": lambda: follow([torch.zeros(0)]),
     "rate is None": lambda: follow([torch.ones(3)], rate=None),
     "name is 'v'": lambda: follow([torch.ones(3)], name="v"),
+    "formats has mx": lambda: formats("weights=e4m3:mx"),
     "formats has block: ": lambda: follow([torch.ones(3)], formats=["e4m3:block"]),
     "others has 'targets'": lambda: formats("m=bf16").look(None, others={"targets": None}),
     "optimizer is 'alpha'": lambda: formats("m=bf16").look(None, "alpha"),

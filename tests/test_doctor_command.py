@@ -19,6 +19,7 @@ from fp8rl.bits.places import places_of
 from fp8rl.doctor import command as doctor
 from fp8rl.doctor import keep, run_script
 from fp8rl.doctor.report_file import REPORT_KIND, read_report
+from fp8rl.doctor.twin import rates_of
 from fp8rl.doctor.watch import WATCHED
 
 # A training as anybody may write it: two layers and a LayerNorm, Adam, a learning rate that falls.
@@ -516,7 +517,8 @@ def test_a_twin_goes_as_far_as_its_rate(tmp_path, run):
     start, whole = torch.load(tmp_path / "a.pt.start"), torch.load(tmp_path / "a.pt")
     for rate in (0.0, 1.0):
         for finding in report["optimizers"][0]["findings"]:
-            finding["tensor_rates"] = np.full_like(finding["tensor_rates"], rate, float).tolist()
+            for name in ("tensor_rates", "free_tensor_rates"):
+                finding[name] = np.full_like(finding[name], rate, float).tolist()
         (tmp_path / "changed.json").write_text(json.dumps(report))
         twin = ("twin", "weights=bf16", "--report", tmp_path / "changed.json")
         assert run(*twin, path, tmp_path / "b.pt")[0] == 0
@@ -525,6 +527,13 @@ def test_a_twin_goes_as_far_as_its_rate(tmp_path, run):
                 assert (x - first).norm() < 0.02 * (y - first).norm()
             else:
                 torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_twin_takes_free_rates_and_the_last_one_where_float32_stands_still():
+    finding = {"tensor_rates": [[0.5, None], [None, 0.25], [None, None]]}
+    assert rates_of(finding).tolist() == [[0.5, 1.0], [0.5, 0.25], [0.5, 0.25]]
+    free = {"free_tensor_rates": [[0.0, 0.125], [0.0, None], [None, 0.5]]}
+    assert rates_of(finding | free).tolist() == [[0.0, 0.125], [0.0, 0.125], [0.0, 0.5]]
 
 
 # Weights of 1 to 2 are nearly right and gradients are mostly noise, as in a finetuning. The learning
@@ -644,6 +653,7 @@ REFUSED = {
     "watch --tolerates 2 8 script.py": r"tolerates is \[2.0, 8.0\]",
     "watch --formats weights=e99m1 script.py": "formats has 'weights=e99m1'",
     "watch --formats m=e4m3:block script.py": "formats has m=e4m3:block: leave block out",
+    "watch --formats m=e4m3:mx script.py": "formats has m=e4m3:mx: leave mx out",
     "watch --formats m=bf16=m=bf16 script.py": "formats is 'm=bf16 m=bf16'",
     "watch --json exists.json script.py": "json is exists.json, which exists",
     "watch none.py": "script is none.py: there is no such file",
@@ -688,6 +698,8 @@ def test_a_wrong_command_is_refused_in_one_line_before_the_script_starts(
         {"steps": "x"},
         {"findings": [FINDING | {"tensor_rates": [[1.0, 2.0]]}]},
         {"findings": [FINDING | {"tensor_rates": "x"}]},
+        {"findings": [FINDING | {"free_tensor_rates": [[1.0, 2.0]]}]},
+        {"findings": [FINDING | {"free_tensor_rates": [[1.0], [1.0]]}]},
         {"findings": [{}]},
         {"findings": 3},
     ],

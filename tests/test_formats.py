@@ -1,5 +1,7 @@
 """Rounding to formats of few bits, against torch, ml_dtypes and a plain search of the table."""
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -8,7 +10,15 @@ from helpers import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8rl.bits.formats import DTYPES, Format, format_of, rounded, scaled
+from fp8rl.bits.formats import (
+    DTYPES,
+    Format,
+    format_of,
+    microscaled,
+    microscaling_scale,
+    rounded,
+    scaled,
+)
 from fp8rl.fp8 import power_of_two_scale
 
 IN_ML_DTYPES = {
@@ -234,3 +244,53 @@ def test_a_bad_number_spoils_its_block_only(bad):
         [True] * 3 + [False] * 3,
         [False] * 6,
     ]
+
+
+# With the scale of the MX specification
+
+
+def microscaled_by_hand(row: np.ndarray, name: str, size: int) -> np.ndarray:
+    """Section 6.3 of the specification, block by block; ml_dtypes casts."""
+    largest = format_of(name).largest
+    blocks = []
+    for begin in range(0, len(row), size):
+        block = row[begin : begin + size].astype(np.float64)
+        exponent = -126
+        if block.any():
+            exponent = math.floor(math.log2(np.abs(block).max())) - math.floor(math.log2(largest))
+        scale = 2.0 ** max(exponent, -126)
+        elements = (block / scale).clip(-largest, largest).astype(IN_ML_DTYPES[name])
+        blocks.append(elements.astype(np.float64) * scale)
+    return np.concatenate(blocks).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e3m2", "e2m3", "e2m1"])
+@pytest.mark.parametrize("power", [-148, -126, -20, 0, 100])
+def test_microscaling_is_the_rule_of_the_specification(name, power):
+    stream = torch.Generator().manual_seed(power + 200)
+    x = torch.randn(4, 167, generator=stream) * 2.0**power  # the last block is not full
+    x[1, 32:64] = 0
+    x[2] = x[2] * torch.randn(167, generator=stream).mul(4).exp()
+    kept = microscaled(x, format_of(name), 32)
+    by_hand = torch.stack(
+        [torch.from_numpy(microscaled_by_hand(row, name, 32)) for row in x.numpy()]
+    )
+    assert_same_bits(kept, by_hand)
+    assert_same_bits(microscaled(kept, format_of(name), 32), kept)
+    drawn = microscaled(x, format_of(name), 32, torch.rand(x.shape, generator=stream))
+    assert_same_bits(microscaled(drawn, format_of(name), 32), drawn)
+
+
+@pytest.mark.parametrize("name, clipped", [("e4m3", 0.17), ("e2m1", 0.30)])
+def test_microscaling_clips_blocks_of_normal_numbers(name, clipped):
+    to = format_of(name)
+    largest = torch.randn(20_000, 32, generator=torch.Generator().manual_seed(0)).abs().amax(1)
+    beyond = largest / microscaling_scale(largest, to) > to.largest
+    assert beyond.float().mean().item() == pytest.approx(clipped, abs=0.01)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_bad_number_spoils_its_microscaled_block_only(bad):
+    x = torch.ones(1, 64)
+    x[0, 1] = bad
+    assert microscaled(x, format_of("e4m3"), 32).isnan().tolist() == [[True] * 32 + [False] * 32]

@@ -33,6 +33,7 @@ WAYS = [
         "m": "e4m3:block:stochastic:stored",
         "v": "e5m2:unscaled:stochastic",
     },
+    {"weights": "e4m3:mx:stochastic", "m": "e4m3:mx", "root": "e5m2:mx"},
 ]
 
 
@@ -96,6 +97,30 @@ def test_without_formats_it_is_torchs_adam(kind, options):
     torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_rounded_once_a_step_it_is_torchs_fused_adam_on_bfloat16_and_not_its_loop(fused):
+    formats = {"weights": "bf16", "m": "bf16:independent", "v": "bf16:nearest:independent"}
+    start = (0.05 * torch.randn(2_000)).bfloat16()
+    low_bit = start.float().requires_grad_()
+    theirs = start.clone().requires_grad_()
+    optimizer = LowBitAdam([low_bit], **formats)
+    adam = torch.optim.Adam([theirs], fused=fused, foreach=False)
+    for _ in range(50):
+        gradient = torch.randn(2_000).bfloat16()
+        low_bit.grad = gradient.float()
+        theirs.grad = gradient
+        optimizer.step()
+        adam.step()
+    state = adam.state[theirs]
+    assert torch.equal(stored(optimizer, "m")[0], state["exp_avg"].float())
+    equal_v = stored(optimizer, "v")[0] == state["exp_avg_sq"].float()
+    equal_weights = (low_bit == theirs.float()).float().mean()
+    if fused:  # torch computes the corrections of the bias in float64
+        assert equal_v.all() and equal_weights > 0.99
+    else:
+        assert equal_v.float().mean() < 0.5 and equal_weights < 0.9
+
+
 def row_of(tensors) -> torch.Tensor:
     return torch.cat([x.detach().flatten() for x in tensors]).unsqueeze(0)
 
@@ -127,7 +152,20 @@ def test_steps_are_those_of_a_population_of_one(formats):
 
 @given(
     text=st.sampled_from(
-        ["e4m3", "e4m3:block", "e5m2:unscaled", "e5m2:block", "bf16", "fp16", "e3m2", "e2m1:block"]
+        [
+            "e4m3",
+            "e4m3:block",
+            "e4m3:mx",
+            "e5m2:unscaled",
+            "e5m2:block",
+            "e5m2:mx",
+            "bf16",
+            "fp16",
+            "fp16:mx",
+            "e3m2",
+            "e2m1:block",
+            "e2m1:mx",
+        ]
     ),
     shape=st.lists(st.integers(1, 40), max_size=2),
     size=st.integers(-30, 30),
@@ -403,6 +441,10 @@ def test_bytes():
     optimizer.step()
     assert f"{parameters:,} bytes and {parameters // 8:,} of scales" in optimizer.describe()
     assert "stored: 7.12 bytes a parameter, 7.00 without scales" in optimizer.describe()
+    optimizer = LowBitAdam(other.parameters(), weights="bf16", m="fp32", v="e5m2:mx")
+    other(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    assert f"{parameters:,} bytes and {parameters // 32:,} of scales" in optimizer.describe()
 
 
 def test_the_example():
@@ -453,6 +495,7 @@ BITS = st.sampled_from(["e4m3", "e5m2", "e3m2", "e2m1", "e8m0"])
     st.floats(-6, 3),
     st.sampled_from([0.0, 1e-8]),
 )
+@example("e4m3:mx", "e2m1:mx", "root", 0, 60, 0.0, 0.0)
 @example(None, "e4m3:unscaled", "v", 0, 60, 3.0, 0.0)  # v is kept at the format's largest number
 @settings(max_examples=15)
 def test_no_step_is_much_longer_than_in_float32_whatever_is_kept_in_few_bits(
@@ -759,6 +802,19 @@ def test_v_is_right_on_average():
     gradients = [torch.randn(512, generator=stream) for _ in range(250)]
     exact = after_gradients(gradients).mean()
     assert after_gradients(gradients, **EIGHT).mean() == pytest.approx(exact, rel=0.06)
+
+
+def test_v_in_mx_does_not_rise_past_the_clip():
+    ends = {}
+    for form in ("e4m3:block", "e4m3:mx"):
+        p = torch.zeros(64, requires_grad=True)
+        optimizer = LowBitAdam([p], root=form)
+        for _ in range(200):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        ends[form] = stored(optimizer, "root")[0].square().mean().item()
+    assert ends["e4m3:block"] == pytest.approx(1 - 0.999**200, rel=0.3)
+    assert ends["e4m3:mx"] < 0.1 * ends["e4m3:block"]
 
 
 def test_v_may_be_rounded_to_the_nearest():

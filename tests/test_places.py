@@ -44,6 +44,9 @@ STEP = {
         ("weights=e4m3:independent", "formats has 'weights=e4m3:independent'"),
         ("forward=e4m3:stochastic", "formats has 'forward=e4m3:stochastic'"),
         ("v=e4m3:stochastic:nearest", "formats has 'v=e4m3:stochastic:nearest'"),
+        ("m=e4m3:mx:block", "formats has 'm=e4m3:mx:block': leave out mx or block"),
+        ("m=e4m3:unscaled:mx", "formats has 'm=e4m3:unscaled:mx': leave out mx or unscaled"),
+        ("m=bf16:mx", "formats has 'm=bf16:mx': leave out mx"),
         ("v=e4m3 v=e5m2", "formats has v twice"),
         ("v=e4m3 root=e5m2", "formats has root twice"),
     ],
@@ -173,7 +176,7 @@ ARMS = [
     "forward=e4m3 backward=e5m2",
     "observations=e3m2",
 ]
-ARMS += ["targets=e4m3", "targets=e4m3:stochastic", "acting=e2m1"]
+ARMS += ["targets=e4m3", "targets=e4m3:stochastic", "acting=e2m1", "forward=e4m3:mx m=e4m3:mx"]
 
 
 @pytest.mark.parametrize("env_id", [None, "fp8rl/Lqr-v0"])
@@ -196,7 +199,7 @@ def test_an_agent_is_the_same_whatever_the_others_keep(env_id):
     assert len(found) == len(ARMS)  # every place changes something
 
 
-@pytest.mark.parametrize("kept", ["e4m3", "e2m1:block"])
+@pytest.mark.parametrize("kept", ["e4m3", "e2m1:block", "e2m1:mx"])
 def test_the_acting_policy_multiplies_the_weights_of_the_learner(kept):
     run = build_population([small(formats=f"forward={kept}", **SMALL)])
     ((_, layers),) = run.model.policy_of("actor").parts

@@ -23,7 +23,13 @@ tensor or block whose scale it decides.
 
 Few exponent bits cover few magnitudes, so numbers are divided by a scale first. A tensor, a row or
 a block has one scale, which follows from its largest magnitude. A power of two as scale costs no
-accuracy (fp8.py)."""
+accuracy (fp8.py). There are two rules for it:
+
+    `scaled`       the smallest power of two that brings the largest magnitude into the format's
+                   range, so that nothing is clipped
+    `microscaled`  the rule of the MX specification, section 6.3. It looks at the exponent of the
+                   largest magnitude alone, and clips what is then beyond the largest number. Of
+                   blocks of 32 normal numbers that happens to 17% in e4m3 and to 30% in e2m1."""
 
 import functools
 import math
@@ -146,7 +152,38 @@ def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, in [0.5, 1)
     limit_mantissa, limit_exponent = math.frexp(limit)
     exponent = exponent - limit_exponent + (mantissa > limit_mantissa)
-    exponent = exponent.clamp(-126, 128 - limit_exponent)
+    return scale_with_exponent(exponent.clamp(-126, 128 - limit_exponent), largest)
+
+
+def microscaled(
+    x: torch.Tensor, to: Format, block: int, noise: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Like `scaled` with blocks of `block` numbers, with the shared scale of the MX specification.
+
+    A number that is beyond the format's largest number after the division is clipped to it. The
+    result rounds to itself.
+    """
+    rows = blocks(x, block)
+    if noise is not None:
+        noise = blocks(noise, block)
+    scale = microscaling_scale(rows.abs().amax(-1, keepdim=True), to)
+    return unblocked(rounded(rows / scale, to, noise).mul_(scale), x)
+
+
+def microscaling_scale(largest: torch.Tensor, to: Format) -> torch.Tensor:
+    """The shared scale of the OCP Microscaling Formats (MX) specification 1.0, section 6.3.
+
+    It is the largest power of two at or below `largest`, divided by the largest power of two among
+    the format's numbers. It is at least 2^-126, the smallest that float32 divides by exactly. For 0
+    it is the same as for 0.5, and NaN if `largest` is not finite.
+    """
+    _, exponent = torch.frexp(largest)
+    _, exponent_of_format = math.frexp(to.largest)
+    return scale_with_exponent((exponent - exponent_of_format).clamp(min=-126), largest)
+
+
+def scale_with_exponent(exponent: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """2^exponent in the type of `largest`, and NaN where `largest` is not finite."""
     # In float32, also where torch's default type is float64
     scale = torch.ldexp(torch.ones_like(largest), exponent.to(largest.dtype))
     return torch.where(largest.isfinite(), scale, torch.nan)

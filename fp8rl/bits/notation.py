@@ -24,7 +24,8 @@ PLACES = (
 )
 OPERANDS = ("forward", "backward")  # places in the matmuls of a training step
 STATE = ("weights", "m", "v", "root")  # places that an optimizer keeps between updates
-WORDS = ("unscaled", "block", "stochastic", "nearest", "stored", "independent")
+WORDS = ("unscaled", "block", "mx", "stochastic", "nearest", "stored", "independent")
+OF_BLOCKS = {"block", "mx"}  # words that give each block of numbers a scale
 OF_MOMENTS = {"stored", "independent"}  # words that only m, v and root can have
 SAMPLE = 512  # default of how many numbers a doctor follows
 TOLERATES = 0.5, 4.0  # default factors of the learning rate between which training learns as well
@@ -80,6 +81,13 @@ def read_entry(place: str, form: str, names: tuple[str, ...] = PLACES) -> Entry:
         bits = bits_of(format_name)
     except ValueError as error:
         raise ValueError(f"formats has {text!r}: {error}") from error
+    if "mx" in words:
+        for other in ("block", "unscaled"):
+            if other in words:
+                raise ValueError(f"formats has {text!r}: leave out mx or {other}")
+        if bits[0] == 8:
+            remedy = "leave out mx, with 8 bits of exponent there is no scale"
+            raise ValueError(f"formats has {text!r}: {remedy}")
     return Entry(place, bits, tuple(words))
 
 

@@ -1,13 +1,13 @@
 """Tensors as they are stored in few bits: codes, and scales beside them.
 
 Codes are numbers of one of torch's float8 or 16-bit types, or float32 for a format that torch has
-no type for. Scales are float32 powers of two: one for the tensor, or one for each block of 32
-numbers.
+no type for. Scales are powers of two: one for the tensor, or one for each block of 32 numbers. They
+are float32, or 1 byte of exponent (e8m0) with the word `mx`, as the MX specification has them.
 """
 
 import torch
 
-from .formats import DTYPES, blocks, power_of_two_scale, unblocked
+from .formats import DTYPES, blocks, unblocked
 from .places import BLOCK, PlaceFormat
 
 Packed = tuple[torch.Tensor, torch.Tensor | None]  # codes, and scales or None
@@ -23,6 +23,11 @@ def has_scale(form: PlaceFormat | None) -> bool:
     return dtype_of(form) != torch.float32 and form.scaled
 
 
+def dtype_of_scale(form: PlaceFormat) -> torch.dtype:
+    """The type of the scales of a format."""
+    return torch.float8_e8m0fnu if form.mx else torch.float32
+
+
 def pack(x: torch.Tensor, form: PlaceFormat | None) -> Packed:
     """Packs a float32 tensor whose numbers are already rounded to a format.
 
@@ -33,10 +38,10 @@ def pack(x: torch.Tensor, form: PlaceFormat | None) -> Packed:
         return x.to(dtype, copy=True), None
     flat = x.flatten()
     rows = blocks(flat, BLOCK) if form.block else flat
-    scale = power_of_two_scale(rows.abs().amax(-1), form.format.largest)
+    scale = form.scale_of(rows.abs().amax(-1))
     rows = rows / scale.unsqueeze(-1)
     flat_codes = unblocked(rows, flat) if form.block else rows
-    return flat_codes.view(x.shape).to(dtype), scale
+    return flat_codes.view(x.shape).to(dtype), scale.to(dtype_of_scale(form))
 
 
 def unpack(codes: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -44,6 +49,7 @@ def unpack(codes: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tens
     x = codes.to(torch.float32, copy=True)
     if scale is None:
         return x
+    scale = scale.float()
     if not scale.dim():
         return x.mul_(scale)
     flat = x.flatten()
@@ -55,5 +61,5 @@ def packed_kinds(p: torch.Tensor, name: str, form: PlaceFormat | None) -> dict[s
     kinds = {name: (p.shape, dtype_of(form))}
     if has_scale(form):
         shape = [-(-p.numel() // BLOCK)] if form.block else []
-        kinds[f"{name}_scale"] = (torch.Size(shape), torch.float32)
+        kinds[f"{name}_scale"] = (torch.Size(shape), dtype_of_scale(form))
     return kinds

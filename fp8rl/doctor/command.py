@@ -46,6 +46,7 @@ import sys
 from pathlib import Path
 
 from ..bits.notation import (
+    OF_BLOCKS,
     OPERANDS,
     SAMPLE,
     STATE,
@@ -466,9 +467,11 @@ def formats_to_watch(text: str | None) -> tuple[str, ...]:
         (entry,) = read_entries(text, STATE)
         exponent, _ = entry.bits
         # Formats with 8 bits of exponent have no scale, and so no blocks
-        if "block" in entry.words and "unscaled" not in entry.words and exponent < 8:
+        of_blocks = OF_BLOCKS & {*entry.words}
+        if of_blocks and "unscaled" not in entry.words and exponent < 8:
+            (word,) = of_blocks
             raise Refusal(
-                f"formats has {text}: leave block out, the doctor follows a sample of each tensor"
+                f"formats has {text}: leave {word} out, the doctor follows a sample of each tensor"
             )
     return formats
 

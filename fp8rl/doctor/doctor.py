@@ -471,7 +471,8 @@ class Doctor:
                 finding._replace(verdict="not judged", why=trouble, cure="") for finding in findings
             ]
         if trouble or not for_a_twin:
-            findings = [finding._replace(tensor_rates=(), tensor_noise=()) for finding in findings]
+            nothing = {"tensor_rates": (), "tensor_noise": (), "free_tensor_rates": ()}
+            findings = [finding._replace(**nothing) for finding in findings]
         return findings
 
 

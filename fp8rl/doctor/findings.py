@@ -45,6 +45,8 @@ class Finding(NamedTuple):
                  weights move to where the format's numbers are closer together. Where the two
                  disagree, the verdict is the worse one. NaN for other places, and for stochastic
                  rounding, which does not stall.
+    `free_tensor_rates`
+                 the same for each tensor, in each of the parts of `tensor_rates`, [parts, T]
     `longest_step`, `longest_step_float32`, `decay_rate`, `bytes_per_parameter`, `left_in_float32`,
     `tensor_longest_steps`, `tensor_bytes`
                  of a real optimizer: the farthest that a number moved in one update, in learning
@@ -77,6 +79,7 @@ class Finding(NamedTuple):
     tensor_rates: tuple[tuple[float, ...], ...] = ()
     tensor_noise: tuple[tuple[float, ...], ...] = ()
     free_rate: float = math.nan
+    free_tensor_rates: tuple[tuple[float, ...], ...] = ()
     longest_step: float = math.nan
     longest_step_float32: float = math.nan
     decay_rate: float = math.nan
@@ -109,11 +112,16 @@ class Finding(NamedTuple):
     def of_tensors(self, numbers: list[int]) -> "Finding":
         """The finding with the rates of some tensors alone, by their numbers."""
         names = [name for t, name in enumerate(self.tensors) if t in numbers]
+
+        def chosen(parts: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(part[t] for t in numbers) for part in parts)
+
         return self._replace(
             tensors={name: self.tensors[name] for name in names},
             tensor_errors={name: self.tensor_errors[name] for name in names},
-            tensor_rates=tuple(tuple(part[t] for t in numbers) for part in self.tensor_rates),
-            tensor_noise=tuple(tuple(part[t] for t in numbers) for part in self.tensor_noise),
+            tensor_rates=chosen(self.tensor_rates),
+            tensor_noise=chosen(self.tensor_noise),
+            free_tensor_rates=chosen(self.free_tensor_rates),
         )
 
     def of_real_optimizer(self) -> str:

@@ -43,10 +43,11 @@ class FormatRows:
     """
 
     def __init__(self, forms: list[PlaceFormat], seed: int):
-        if any(form.block for form in forms):
-            raise ValueError(
-                "formats has block: leave it out, the doctor follows a sample of each tensor"
-            )
+        for form in forms:
+            if form.block:
+                word = "mx" if form.mx else "block"
+                remedy = "leave it out, the doctor follows a sample of each tensor"
+                raise ValueError(f"formats has {word}: {remedy}")
         self.nearest = sum(not form.stochastic for form in forms)  # rows that are not stochastic
         self.random = np.random.default_rng(seed)
         # The distance of neighbouring numbers, as a share of the power of two below them.

@@ -100,13 +100,16 @@ def check_finding(finding: dict, tensors: int) -> None:
 
     They are rows of a number, or null, for each tensor.
     """
-    for name in ("tensor_rates", "tensor_noise"):
-        for row in finding[name]:
-            if not isinstance(row, list) or len(row) != tensors:
-                raise ValueError(name)
-            for number in row:
-                if number is not None:
-                    float(number)
+    rates = finding["tensor_rates"]
+    free_rates = finding.get("free_tensor_rates", [])  # which earlier reports do not have
+    if free_rates and len(free_rates) != len(rates):
+        raise ValueError("free_tensor_rates")
+    for row in (*rates, *finding["tensor_noise"], *free_rates):
+        if not isinstance(row, list) or len(row) != tensors:
+            raise ValueError("rates")
+        for number in row:
+            if number is not None:
+                float(number)
     if not isinstance(finding["place"], str) or not isinstance(finding["format"], str):
         raise TypeError("place")
 

@@ -12,6 +12,32 @@ from .run_script import Refusal
 SLOWEST, FASTEST = 2.0**-10, 2.0**12  # the rates of a twin are clipped to these
 
 
+def rates_of(finding: dict) -> np.ndarray:
+    """The rates by which a twin trains, [parts, T], of a finding in a report.
+
+    For weights that are rounded to the nearest these are the free rates, which foresee a training
+    better than the anchored ones (benchmarks/free_rows.py). Other findings, and reports of earlier
+    versions, have no free rates.
+    """
+    rates = finding.get("free_tensor_rates") or finding["tensor_rates"]
+    # null becomes NaN
+    return held_rates(np.array(rates, float))
+
+
+def held_rates(rates: np.ndarray) -> np.ndarray:
+    """Rates [parts, T] with the last known rate of a tensor in place of NaN, and 1 before any.
+
+    A rate is NaN where float32 does not move the tensor, because it has converged. A twin that is
+    behind float32 has not, and must not go on at a rate of 1 where few bits stand still.
+    """
+    held = rates.copy()
+    last = np.ones(rates.shape[1])
+    for part in held:
+        part[np.isnan(part)] = last[np.isnan(part)]
+        last = part
+    return held
+
+
 class Twin(Change):
     """Multiplies the learning rate of each tensor of a script's training by a measured rate.
 
@@ -48,9 +74,7 @@ class Twin(Change):
             )
         for finding in self.recorded[number]["findings"]:
             if f"{finding['place']}={finding['format']}" == self.text and finding["tensor_rates"]:
-                # null becomes NaN, which means that the tensor did not move
-                rates = np.array(finding["tensor_rates"], float)
-                self.rates[number] = np.nan_to_num(rates, nan=1.0).clip(SLOWEST, FASTEST)
+                self.rates[number] = rates_of(finding).clip(SLOWEST, FASTEST)
                 if "stochastic" in self.text:
                     self.noise[number] = np.nan_to_num(np.array(finding["tensor_noise"], float))
         if self.rates[number] is None:

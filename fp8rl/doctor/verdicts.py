@@ -258,6 +258,7 @@ def judge(
     why = ""
     mechanism = mechanism_of(place, measured.lost, length, looked)
     free_rate = math.nan
+    free_parts = in_parts(free, PARTS)
     if free:
         free_errors = Errors.of_sample(free_numbers, sample, is_noisy)
         on_its_own = Evidence.measured(free, weight, names, free_errors)
@@ -304,6 +305,7 @@ def judge(
         free_rate=free_rate,
         error=measured.error,
         tensor_errors=measured.tensor_errors,
+        free_tensor_rates=tuple(tuple(map(float, rates_by_tensor(sums))) for sums in free_parts),
     )
 
 

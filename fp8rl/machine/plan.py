@@ -187,7 +187,7 @@ def check(config: Config, machine: Machine, places: Places, processes: int) -> N
     if "weights" in places:
         same = config.acting_precision == config.precision
         require("collect_precision", same, "leave it out, it needs a float32 copy of the weights")
-        remedy = "leave block out, a run keeps one scale for each tensor of weights"
+        remedy = "leave block or mx out, a run keeps one scale for each tensor of weights"
         require("formats", not places["weights"].block, remedy)
     if places:
         alone = processes == 1 and one_device and machine.on("evaluate") == machine.on("learn")
