@@ -11,10 +11,13 @@ import numpy as np
 import torch
 
 from ..bits.places import PlaceFormat
+from .findings import Finding, with_cures
 from .format_rows import FormatRows
 from .sample import Sample, WindowSums, add_up, in_parts
+from .verdicts import judge
 from .watched_optimizer import largest_of
 
+AVERAGES = ("bf16", "bf16:stochastic", "fp16:unscaled", "e4m3", "e4m3:stochastic")
 PARTS = 4  # the training is split into so many parts, and measurements are means over each part
 
 
@@ -60,22 +63,30 @@ class Average:
         self.all_windows: list[WindowSums] = []
         self.all_steps: list[WindowSums] = []
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The average's tensors; none once the script has dropped one of them."""
+        tensors = [reference() for reference in self.references]
+        return [] if any(x is None for x in tensors) else tensors
+
     @torch.no_grad()
     def look(self, *_) -> None:
         """Reads the average as it is now. It is a hook of an optimizer."""
-        tensors = [reference() for reference in self.references]
-        if any(x is None for x in tensors):
-            return  # the script has dropped it
-        before, self.x = self.x, self.sample.take(tensors)
+        if tensors := self.tensors:
+            rate = self.rate() if callable(self.rate) else self.rate
+            self.follow(self.sample.take(tensors), rate)
+
+    def follow(self, x: np.ndarray, rate: float) -> None:
+        """Follows the average to its sample `x`, [T, P], which it has reached with `rate`."""
+        before, self.x = self.x, x
         if before is None:
-            self.begin_window(np.repeat(self.x[None], len(self.names), 0), tensors)
+            self.begin_window(np.repeat(x[None], len(self.names), 0))
             self.kept = self.rows.round(self.kept, self.largest)
             self.start = self.kept
             return
-        if np.array_equal(self.x, before):
+        if np.array_equal(x, before):
             return
-        rate = self.rate() if callable(self.rate) else self.rate
-        pull = self.x - (1 - rate) * before - rate * self.kept
+        pull = x - (1 - rate) * before - rate * self.kept
         kept = self.rows.round(self.kept + pull, self.largest)
         self.true += pull
         step = WindowSums.of(kept - self.kept, pull, kept == self.kept)
@@ -89,17 +100,37 @@ class Average:
             lost = (moved == 0) & (self.true != 0)
             self.all_windows.append(WindowSums.of(moved, self.true, lost))
             self.all_steps.append(add_up(self.steps))
-            self.begin_window(self.kept, tensors)
+            self.begin_window(self.kept)
 
-    def begin_window(self, kept: np.ndarray, tensors: list[torch.Tensor]) -> None:
+    def begin_window(self, kept: np.ndarray) -> None:
         """Begins a window, with the averages `kept` as they are now."""
         self.kept = kept
         self.start = kept
         self.true = np.zeros_like(kept)
         self.steps: list[WindowSums] = []
-        self.largest = largest_of(tensors).cpu().numpy()
+        if tensors := self.tensors:
+            self.largest = largest_of(tensors).cpu().numpy()
 
     @property
     def windows(self) -> list[WindowSums]:
         """The measurements of each part of the training."""
         return in_parts(self.all_windows, PARTS)
+
+    def findings(self, optimizer: str, tolerates: tuple[float, float]) -> list[Finding]:
+        """The findings so far. `optimizer` is what they are listed under in reports."""
+        windows = self.windows
+        findings = []
+        for i, text in enumerate(self.names):
+            finding = judge(
+                optimizer,
+                text,
+                [sums.of_row(i) for sums in windows],
+                self.sample,
+                self.tensor_names,
+                tolerates,
+                self.length,
+                trials=[sums.of_row(i) for sums in self.all_steps],
+                steps_per_trial=self.length,
+            )
+            findings.append(finding)
+        return with_cures(findings)

@@ -38,7 +38,7 @@ from torch import nn
 from ..bits.notation import OPERANDS, PLACES, STATE, TOLERATES, check_tolerance
 from ..bits.places import PlaceFormat, places_of
 from .acting_look import ActingLook, judge_acting
-from .averages import Average
+from .averages import AVERAGES, Average
 from .findings import Finding, Report, with_cures
 from .low_bit_gradients import LENGTH as LOOK_LENGTH
 from .low_bit_gradients import Operands, with_same_random_numbers
@@ -78,7 +78,6 @@ FORMATS = (
     "acting=bf16",
     "acting=e4m3",
 )
-AVERAGES = ("bf16", "bf16:stochastic", "fp16:unscaled", "e4m3", "e4m3:stochastic")
 
 
 def read_format(text: str, names: tuple[str, ...]) -> tuple[str, PlaceFormat, str]:
@@ -360,22 +359,7 @@ class Doctor:
             looks = zip(self.acting, zip(*self.looks_at_acting, strict=True), strict=True)
             report += [judge_acting(text, look) for text, look in looks]
         for average in self.averages.values():
-            windows = average.windows
-            findings = []
-            for i, text in enumerate(average.names):
-                finding = judge(
-                    "average",
-                    text,
-                    [sums.of_row(i) for sums in windows],
-                    average.sample,
-                    average.tensor_names,
-                    self.tolerates,
-                    average.length,
-                    trials=[sums.of_row(i) for sums in average.all_steps],
-                    steps_per_trial=average.length,
-                )
-                findings.append(finding)
-            report += with_cures(findings)
+            report += average.findings("average", self.tolerates)
         return report
 
     def findings_of(self, watched: WatchedOptimizer) -> list[Finding]:

@@ -7,6 +7,7 @@ import torch
 from ..bits.notation import STATE
 from .doctor import FORMATS, Doctor
 from .findings import Report, without_nan
+from .found_averages import AverageSearch, FoundAverage
 from .hooks import Hooks, modules_of_process, parameters_of
 from .report_file import NO_STEP, report_as_json
 from .run_script import first_line
@@ -23,6 +24,7 @@ class Patient:
     `numbers`  the numbers of its optimizers
     `doctor`   the doctor that watches it; None if it is not judged, and of a pool in whose first
                round the optimizers step
+    `search`   the search for running averages of its parameters; None if there is none
     `reason`   why it is not judged
     `is_gone`  whether the script dropped it before another optimizer began
     """
@@ -31,6 +33,7 @@ class Patient:
         self.name = name
         self.numbers = numbers
         self.doctor: Doctor | None = None
+        self.search: AverageSearch | None = None
         self.reason = ""
         self.is_gone = False
 
@@ -52,11 +55,15 @@ class Watch(Hooks):
 
     **Sweeps.** A script may train one network after the other and drop each. When an optimizer
     makes its first step, what was measured of optimizers that are gone is dropped, too.
+
+    **Averages.** Running averages of the parameters are looked for, and judged, unless the command
+    names formats.
     """
 
     def __init__(self, formats: tuple[str, ...], tolerates: tuple[float, float]):
         super().__init__()
         self.formats = formats or WATCHED
+        self.judges_averages = not formats
         self.tolerates = tolerates
         self.patients: list[Patient] = []
         self.steps: list[int] = []
@@ -81,6 +88,7 @@ class Watch(Hooks):
             if not patient.is_gone and all(self.optimizers[n] is None for n in patient.numbers):
                 patient.is_gone = True
                 patient.doctor = None
+                patient.search = None
 
     def pool_for(self, number: int, optimizer: torch.optim.Optimizer) -> Patient | None:
         """The pool that an optimizer belongs to at its first step, or None."""
@@ -142,6 +150,8 @@ class Watch(Hooks):
         doctor.stop()
         patient.doctor = doctor
         watched = doctor.watched[0]
+        if self.judges_averages:
+            patient.search = AverageSearch(watched, self.optimizers)
         for optimizer in optimizers:
             optimizer.register_load_state_dict_post_hook(
                 lambda optimizer: self.guarded(patient, watched.after_loading, optimizer)
@@ -165,10 +175,23 @@ class Watch(Hooks):
         patient = self.patients[number]
         if not patient.name and self.steps[number] > 0:
             self.watch_pool(patient)
+        if patient.search is not None and number == patient.numbers[0]:
+            self.search_averages(patient)
         if patient.doctor is not None:
             watched = patient.doctor.watched[0]
             if watched.is_in_proportion:
                 self.guarded(patient, watched.before_step, self.optimizers[number], (), {})
+
+    def search_averages(self, patient: Patient) -> None:
+        """Looks for running averages before a step. A search that fails ends, and is noted."""
+        try:
+            patient.search.before_step()
+        except Exception as error:
+            patient.search = None
+            self.notes.append(
+                f"{patient.name}: running averages are not judged: the search failed "
+                f"({type(error).__name__}: {first_line(error)})"
+            )
 
     def after(self, number: int) -> None:
         self.steps[number] += 1
@@ -193,12 +216,26 @@ class Watch(Hooks):
                 name = patient.name or f"{len(patient.numbers)} optimizers that made one step each"
                 reason = patient.reason or "the training ended before a window was full"
                 report.notes.append(f"{name}: not judged: {reason}")
+        for name, (_, average) in self.found_averages().items():
+            report += average.findings(name, self.tolerates)
+        report.notes += self.notes
         gone = [n for patient in patients if patient.is_gone for n in patient.numbers]
         if gone:
             report.notes.append(self.note_on(gone))
         if not len(self.optimizers):
             report.notes.append(f"{NO_STEP}: there is nothing to judge")
         return report
+
+    def found_averages(self) -> dict[str, tuple[Patient, FoundAverage]]:
+        """The running averages that were found, by their names in reports."""
+        averages: dict[str, tuple[Patient, FoundAverage]] = {}
+        for patient in dict.fromkeys(self.patients):
+            for average in patient.search.found if patient.search is not None else ():
+                average.replay()
+                name = str(average)
+                alike = sum(other.partition(" [")[0] == name for other in averages)
+                averages[f"{name} [{alike + 1}]" if alike else name] = patient, average
+        return averages
 
     def note_on(self, gone: list[int]) -> str:
         """A line on optimizers that the script dropped before another one began."""
@@ -218,7 +255,8 @@ class Watch(Hooks):
         """The report as JSON, with everything that `twin` needs.
 
         Each optimizer has an entry. An optimizer of a pool has the pool's findings with the rates
-        of its own tensors. An optimizer that is gone has no findings.
+        of its own tensors. An optimizer that is gone has no findings. Running averages that were
+        found have entries of their own, with tau at first and at the end.
         """
         optimizers = []
         for number, patient in enumerate(self.patients):
@@ -238,4 +276,17 @@ class Watch(Hooks):
                     "findings": [without_nan(finding._asdict()) for finding in findings],
                 }
             )
-        return report_as_json(optimizers, report.notes)
+        averages = []
+        for name, (patient, average) in self.found_averages().items():
+            findings = [finding for finding in report if finding.optimizer == name]
+            averages.append(
+                {
+                    "name": name,
+                    "optimizer": patient.name,
+                    "tau": average.shares,
+                    "moves": average.moves,
+                    "tensors": average.average.tensor_names,
+                    "findings": [without_nan(finding._asdict()) for finding in findings],
+                }
+            )
+        return report_as_json(optimizers, report.notes, averages)
