@@ -161,7 +161,9 @@ def by_hand(model):
         with torch.enable_grad():
             x = torch.randn(32, 4)
             loss = (other(x) - x[:, :2].sin()).square().mean()
-        for p, g in zip(other.parameters(), torch.autograd.grad(loss, other.parameters())):
+        for p, g in zip(
+            other.parameters(), torch.autograd.grad(loss, [*other.parameters()]), strict=True
+        ):
             p -= 0.1 * g
 
     return after
