@@ -39,7 +39,7 @@ import signal
 import sys
 from pathlib import Path
 
-from ..bits.notation import OPERANDS, STATE, TOLERATES, check_tolerance, read_entries
+from ..bits.notation import OPERANDS, STATE, SUMS, TOLERATES, check_tolerance, read_entries
 from .report_file import NO_STEP, ReportFile, read_report, report_as_json, require_rates
 from .run_script import AfterImport, Refusal, Target, before_termination, first_line
 
@@ -249,7 +249,7 @@ def formats_to_watch(options: argparse.Namespace) -> tuple[str, ...]:
             "as in 'weights=bf16 v=e5m2'"
         )
     for text in formats:
-        (entry,) = read_entries(text, STATE)
+        (entry,) = read_entries(text, (*STATE, *SUMS))
         exponent, _ = entry.bits
         # Formats with 8 bits of exponent have no scale, and so no blocks
         if "block" in entry.words and "unscaled" not in entry.words and exponent < 8:
@@ -261,7 +261,7 @@ def formats_to_watch(options: argparse.Namespace) -> tuple[str, ...]:
 
 def run_keep(options: argparse.Namespace, target: Target) -> int:
     """Runs a script with places kept in few bits. Returns its exit code (`code_of_change`)."""
-    if not read_entries(options.formats, (*STATE, *OPERANDS)):
+    if not read_entries(options.formats, (*STATE, *SUMS, *OPERANDS)):
         raise Refusal("formats is empty: name a place and its format, as in weights=bf16")
     with Attached("Keep", options.formats) as attached:
         code = target.exit_code()

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..bits.notation import OPERANDS, PLACES, STATE, TOLERATES, check_tolerance
+from ..bits.notation import OPERANDS, PLACES, STATE, SUMS, TOLERATES, check_tolerance
 from ..bits.places import PlaceFormat, places_of
 from .acting_look import ActingLook, judge_acting
 from .averages import AVERAGES, Average
@@ -110,8 +110,8 @@ class Doctor:
                  such as one for each parameter, is watched as one optimizer.
     `formats`    the places and formats to judge. Formats of operands are judged only if `look` is
                  called. For an optimizer that is not Adam or AdamW, or that uses amsgrad, only
-                 weights are judged. An optimizer whose step is not in proportion to its learning
-                 rate, such as LBFGS, is not judged.
+                 weights are judged, and of SGD sums of gradients. An optimizer whose step is not in
+                 proportion to its learning rate, such as LBFGS, is not judged.
     `tolerates`  lowest and highest factor of the learning rate at which this training learns
                  equally well; the default is half and four times
     `length`     updates in a window
@@ -151,7 +151,7 @@ class Doctor:
         if type(length) is not int or length < 1:
             raise ValueError(f"length is {length!r}: use a whole number of updates, at least 1")
         self.tolerates = check_tolerance(tolerates)
-        entries = [read_format(text, (*STATE, *OPERANDS, "acting")) for text in self.formats]
+        entries = [read_format(text, (*STATE, *SUMS, *OPERANDS, "acting")) for text in self.formats]
         self.operands: dict[str, Operands] = {}
         self.acting: dict[str, Operands] = {}
         state = []
@@ -317,9 +317,10 @@ class Doctor:
                 f"rate is {rate!r}: give a number above 0 and up to 1, "
                 "or a function without arguments that returns it"
             )
-        if name in PLACES or "=" in name:
+        places = (*PLACES, *SUMS)
+        if name in places or "=" in name:
             raise ValueError(
-                f"name is {name!r}: choose a name without = that is none of {', '.join(PLACES)}"
+                f"name is {name!r}: choose a name without = that is none of {', '.join(places)}"
             )
         entries = []
         for form in formats:
@@ -385,6 +386,8 @@ class Doctor:
                     free=free,
                     trials=trials,
                 )
+        if watched.sums is not None:
+            by_text |= watched.sums.findings(self.tolerates)
         order = dict.fromkeys([*self.formats, *by_text])
         findings = [by_text[text] for text in order if text in by_text]
         if trouble := watched.trouble():

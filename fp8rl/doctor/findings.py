@@ -7,7 +7,7 @@ import json
 import math
 from typing import NamedTuple
 
-from ..bits.notation import OPERANDS, STATE, split_entry
+from ..bits.notation import OPERANDS, STATE, SUMS, split_entry
 from ..bits.places import PlaceFormat
 
 AS_FLOAT32 = "as float32"
@@ -19,8 +19,8 @@ class Finding(NamedTuple):
 
     `optimizer`  name of the optimizer; "average" for a running average, "policy" for a policy that
                  acts in few bits
-    `place`      weights, m, v, root, forward, backward, acting, one of the `others` of a look, or
-                 the name of an average
+    `place`      weights, m, v, root, grad, forward, backward, acting, one of the `others` of a
+                 look, or the name of an average
     `format`     the format with the words after it
     `rate`       the factor by which few bits multiply the learning rate, over the whole training
                  and with every number counted alike; NaN if nothing was measured
@@ -43,6 +43,9 @@ class Finding(NamedTuple):
                  weights move to where the format's numbers are closer together. Where the two
                  disagree, the verdict is the worse one. NaN for other places, and for stochastic
                  rounding, which does not stall.
+    `contributions`, `share_left`
+                 of a sum of gradients: how many gradients a step adds up, and which share of
+                 float32's sum is left in few bits. NaN for other places.
     `sample_size`, `divergence`, `horizon`
                  of a policy that acts in few bits, which has no rate: the effective sample size of
                  a token's ratio, KL(pi || mu) of a token, and the number of tokens after which the
@@ -64,6 +67,8 @@ class Finding(NamedTuple):
     tensor_rates: tuple[tuple[float, ...], ...] = ()
     tensor_noise: tuple[tuple[float, ...], ...] = ()
     free_rate: float = math.nan
+    contributions: float = math.nan
+    share_left: float = math.nan
     sample_size: float = math.nan
     divergence: float = math.nan
     horizon: float = math.nan
@@ -160,6 +165,8 @@ def remedy_for(text: str) -> str:
         return ""
     if place in STATE:
         return ", and use Adam"
+    if place in SUMS:
+        return ", and use Adam or SGD"
     if place == "acting":
         return ", and call the doctor's act"
     if place in OPERANDS:

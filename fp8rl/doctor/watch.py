@@ -1,13 +1,16 @@
 """`python -m fp8rl.doctor watch`: watches a script that trains in float32, and judges formats."""
 
 import collections
+import functools
 
 import torch
 
 from ..bits.notation import STATE
+from ..bits.places import PlaceFormat
 from .doctor import FORMATS, Doctor
 from .findings import Report, without_nan
 from .found_averages import AverageSearch, FoundAverage
+from .gradient_sums import GRADIENT_SUMS, GradientSums
 from .hooks import Hooks, modules_of_process, parameters_of
 from .report_file import NO_STEP, report_as_json
 from .run_script import first_line
@@ -56,14 +59,14 @@ class Watch(Hooks):
     **Sweeps.** A script may train one network after the other and drop each. When an optimizer
     makes its first step, what was measured of optimizers that are gone is dropped, too.
 
-    **Averages.** Running averages of the parameters are looked for, and judged, unless the command
-    names formats.
+    **What is found.** Running averages of the parameters are looked for, and judged; and sums of
+    gradients, if a step has several. If the command names formats, only these are judged.
     """
 
     def __init__(self, formats: tuple[str, ...], tolerates: tuple[float, float]):
         super().__init__()
         self.formats = formats or WATCHED
-        self.judges_averages = not formats
+        self.judges_what_is_found = not formats
         self.tolerates = tolerates
         self.patients: list[Patient] = []
         self.steps: list[int] = []
@@ -150,8 +153,12 @@ class Watch(Hooks):
         doctor.stop()
         patient.doctor = doctor
         watched = doctor.watched[0]
-        if self.judges_averages:
+        if self.judges_what_is_found:
+            entries = [(text, PlaceFormat.of(text.partition("=")[2])) for text in GRADIENT_SUMS]
+            watched.sums = GradientSums(watched, type(optimizers[0]), entries, waits=True)
             patient.search = AverageSearch(watched, self.optimizers)
+        if watched.sums is not None:
+            watched.sums.install(functools.partial(self.guarded, patient))
         for optimizer in optimizers:
             optimizer.register_load_state_dict_post_hook(
                 lambda optimizer: self.guarded(patient, watched.after_loading, optimizer)
