@@ -1,6 +1,7 @@
 """Running averages that the doctor finds by itself, and sums of gradients over micro-batches."""
 
 import copy
+import functools
 import gc
 import json
 import weakref
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 
+from fp8rl.doctor import Doctor
+from fp8rl.doctor.keep import Keep
 from fp8rl.doctor.watch import Watch
 
 
@@ -246,3 +249,175 @@ def test_a_found_average_is_not_kept_alive_and_the_training_is_unchanged():
     gc.collect()
     assert [reference() for reference in references] == [None] * len(references)
     assert len(watch.found_averages()) == 1 and "average=bf16" in str(watch.report())
+
+
+class ScheduleFree(torch.optim.SGD):
+    """It has what is known of a Schedule-Free optimizer by its groups and states."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["train_mode"] = True
+            for p in group["params"]:
+                self.state[p].setdefault("z", p.detach().clone()).lerp_(p.detach(), 0.1)
+
+
+def test_averages_that_an_optimizer_keeps_are_not_judged_and_the_report_says_so():
+    def train():
+        model = QNetwork()
+        optimizer = ScheduleFree(model.parameters(), lr=0.1)
+        for _ in range(70):
+            update(model, optimizer)
+
+    watch = watched(train)
+    assert not watch.found_averages()
+    assert "optimizer 0 (ScheduleFree): the weights for evaluation are" in str(watch.report())
+
+
+# Sums of gradients
+
+
+class Ones(nn.Module):
+    """The gradient of its loss is 1, so in e4m3 a sum of gradients stops at 16."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+
+def accumulate(model, optimizer, steps, change=lambda p: None, set_to_none=True, scale=1.0):
+    """Steps with 64 gradients each."""
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none)
+        for _ in range(64):
+            (scale * model.weight.sum()).backward()
+        change(model.weight)
+        optimizer.step()
+
+
+def unscale(p):
+    p.grad /= 4
+
+
+def clip(p):
+    nn.utils.clip_grad_norm_([p], 1.0)
+
+
+def replace(p):
+    """By another tensor, half the sum and a rest, as a mean over several processes is."""
+    p.grad = p.grad / 2 + torch.tensor([32.0, -32.0, 0.0])
+
+
+CHANGES = {
+    "plain": ({}, 16 / 64),
+    "zeros": ({"set_to_none": False}, 16 / 64),
+    "scaler": ({"scale": 4.0, "change": unscale}, 16 / 64),
+    "clip": ({"change": clip}, 16 / 64),
+    # Of (64, 0, 32), (40, -24, 8) is left.
+    "replaced": ({"change": replace}, (64 * 40 + 32 * 8) / (64**2 + 32**2)),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_sums_of_gradients_are_followed_in_few_bits(kind):
+    options, share = CHANGES[kind]
+    model = Ones()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    doctor = Doctor(optimizer, formats=("grad=e4m3:unscaled",), model=model)
+    accumulate(model, optimizer, 32, **options)
+    (finding,) = doctor.report()
+    assert finding.rate == pytest.approx(share) and finding.share_left == pytest.approx(share)
+    assert finding.contributions == 64
+    assert f"a step adds up 64 gradients, and {share:.2f} of the sum is left" in finding.why
+
+
+@pytest.mark.parametrize(
+    ("make", "rate"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0.25),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), 0.25),
+        (lambda p: torch.optim.Adam(p), 1.0),
+        (lambda p: torch.optim.AdamW(p), 1.0),
+        (lambda p: torch.optim.RMSprop(p), None),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), None),
+    ],
+)
+def test_adam_takes_the_same_steps_with_a_sum_that_is_too_small_and_sgd_does_not(make, rate):
+    model = Ones()
+    optimizer = make(model.parameters())
+    doctor = Doctor(optimizer, formats=("grad=e4m3:unscaled",), model=model)
+    accumulate(model, optimizer, 32)
+    (finding,) = doctor.report()
+    if rate is None:
+        assert finding.verdict == "not judged" and "of SGD, and of Adam" in finding.why
+    else:
+        assert finding.rate == pytest.approx(rate, rel=1e-3)
+        assert finding.share_left == pytest.approx(0.25)
+
+
+def test_sums_in_bfloat16_are_those_of_a_bfloat16_tensor():
+    model = QNetwork()
+    optimizer = torch.optim.Adam(model.parameters())
+    doctor = Doctor(optimizer, formats=("grad=bf16", "grad=fp32"), sample=10_000)
+    kept = [torch.zeros_like(p, dtype=torch.bfloat16) for p in model.parameters()]
+
+    def add(g, x):
+        x.copy_(x.float() + g)
+
+    for p, x in zip(model.parameters(), kept, strict=True):
+        p.register_hook(functools.partial(add, x=x))
+    for _ in range(32):
+        for x in kept:
+            x.zero_()
+        update(model, optimizer, micro_batches=4)
+    low, exact = doctor.report()
+    assert (exact.rate, exact.share_left) == pytest.approx((1, 1), abs=1e-5)
+    assert low.contributions == 4 and low.rate == pytest.approx(1, abs=0.05)
+    sums = doctor.watched[0].sums
+    expected = doctor.watched[0].sample.take(kept)
+    assert (sums.kept[sums.names.index("grad=bf16")] == expected).mean() > 0.99
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_watch_judges_sums_only_if_a_step_has_several_gradients(micro_batches):
+    weights, references = [], []
+
+    def train():
+        torch.manual_seed(0)
+        model = QNetwork()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(60):
+            update(model, optimizer, micro_batches)
+        torch.autograd.grad(model(torch.ones(1, 4)).sum(), [*model.parameters()])
+        weights.append([p.detach().clone() for p in model.parameters()])
+        references[:] = [weakref.ref(x) for x in (model, optimizer, *model.parameters())]
+
+    train()
+    report = watched(train).report()
+    assert all(map(torch.equal, *weights))
+    gc.collect()
+    assert [reference() for reference in references] == [None] * len(references)
+    sums = [finding for finding in report if finding.place == "grad"]
+    assert [x.format for x in sums] == (["bf16", "bf16:stochastic"] if micro_batches > 1 else [])
+    assert all(x.contributions == 4 and "adds up 4 gradients" in x.why for x in sums)
+
+
+def test_a_single_gradient_is_rounded_once():
+    model = QNetwork()
+    optimizer = torch.optim.Adam(model.parameters())
+    doctor = Doctor(optimizer, formats=("grad=bf16",))
+    for _ in range(32):
+        update(model, optimizer)
+    assert "one gradient, which is rounded once" in str(doctor.report())
+
+
+def test_sums_are_kept_in_few_bits_from_the_second_step_on():
+    keep = Keep("grad=e4m3:unscaled")
+    with keep.installed():
+        model = Ones()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        accumulate(model, optimizer, 1)
+        assert "grad was not kept: no gradient was added" in keep.complaint()
+        accumulate(model, optimizer, 2)
+    assert not keep.complaint()
+    assert model.weight.tolist() == [-64 - 2 * 16] * 3

@@ -216,6 +216,7 @@ class AverageSearch:
         self.still: list[Candidate] = []  # have not moved since they were listed
         self.moving: list[Candidate] = []  # have moved, and are read before each step
         self.found: list[FoundAverage] = []
+        self.is_schedule_free = False  # whether evaluation has other weights, which are not stored
         self.index: dict[torch.Size, torch.Tensor] = {}  # which numbers are read, by shape
 
     @torch.no_grad()
@@ -236,6 +237,8 @@ class AverageSearch:
 
     def search(self, parameters: list[torch.Tensor]) -> None:
         """Lists the tensors that may be averages, beside those that are listed already."""
+        self.is_schedule_free = any("train_mode" in group for group in self.watched.groups)
+        self.is_schedule_free &= any("z" in state for state in self.watched.states())
         counts: dict[torch.Size, int] = {}
         for p in parameters:
             counts[p.shape] = counts.get(p.shape, 0) + 1

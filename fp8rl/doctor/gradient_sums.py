@@ -162,6 +162,8 @@ class GradientSums:
 
     def after_adding(self, t: int, p: torch.Tensor) -> None:
         """Records the sum after a gradient was added."""
+        if p.grad is None:
+            return  # another hook of the script has dropped it
         if self.waits:
             self.added[t] = self.added[t] + 1 if t in self.begun else 1
             self.begun.discard(t)

@@ -69,8 +69,9 @@ class Keep(Change):
     @refuses
     def after_adding(self, p: torch.Tensor) -> None:
         """Rounds a sum of gradients, after a gradient was added to it."""
-        self.round_sum(p)
-        self.sums_kept = True
+        if p.grad is not None:  # another hook of the script may have taken its step already
+            self.round_sum(p)
+            self.sums_kept = True
 
     @torch.no_grad()
     def round_sum(self, p: torch.Tensor) -> None:

@@ -219,6 +219,11 @@ class Watch(Hooks):
                 report_of_one = patient.doctor.report()
                 report += report_of_one
                 report.notes += report_of_one.notes
+                if patient.search is not None and patient.search.is_schedule_free:
+                    report.notes.append(
+                        f"{patient.name}: the weights for evaluation are an average that is not "
+                        "stored, and are not judged: judged are the weights that it trains with"
+                    )
             else:
                 name = patient.name or f"{len(patient.numbers)} optimizers that made one step each"
                 reason = patient.reason or "the training ended before a window was full"
