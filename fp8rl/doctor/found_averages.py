@@ -53,6 +53,8 @@ PLAIN = (torch.Tensor, nn.Parameter)  # types of tensors that can be read withou
 class Move(NamedTuple):
     """How well a move of some numbers is explained by a share of the way to others.
 
+    Of several moves, each field is an array.
+
     `share`     the share that explains most of the move, by least squares
     `error`     how far the share may be off because of rounding
     `length`    norm of the move
@@ -68,15 +70,15 @@ class Move(NamedTuple):
 
     @classmethod
     def of(cls, old: np.ndarray, new: np.ndarray, p: np.ndarray) -> "Move":
-        """The move from `old` to `new`, towards `p`."""
-        old, new, p = (np.asarray(x, np.float64).ravel() for x in (old, new, p))
+        """The move of P numbers from `old` to `new`, towards `p`: [P], or [N, P] for N moves."""
+        old, new, p = (np.asarray(x, np.float64) for x in (old, new, p))
         move = new - old
         way = p - old
-        distance = max(float(np.linalg.norm(way)), 1e-150)
-        share = float(move @ way) / distance**2
-        rounding = ROUNDING * float(np.linalg.norm(np.abs(old) + np.abs(p)))
-        residual = float(np.linalg.norm(move - share * way))
-        return cls(share, rounding / distance, float(np.linalg.norm(move)), residual, rounding)
+        distance = np.maximum(np.linalg.norm(way, axis=-1), 1e-150)
+        share = (move * way).sum(-1) / distance**2
+        rounding = ROUNDING * np.linalg.norm(np.abs(old) + np.abs(p), axis=-1)
+        residual = np.linalg.norm(move - share[..., None] * way, axis=-1)
+        return cls(share, rounding / distance, np.linalg.norm(move, axis=-1), residual, rounding)
 
     @property
     def is_explained(self) -> bool:
@@ -171,7 +173,9 @@ class FoundAverage:
         parameters = [reference() for reference in self.parameters]
         if not tensors or any(p is None for p in parameters):
             return  # the script has dropped them
-        self.recorded.append((self.average.sample.read(tensors), self.sample.read(parameters)))
+        self.recorded.append(
+            (sampled(self.average.sample, tensors), sampled(self.sample, parameters))
+        )
         if len(self.recorded) == PERIOD:
             self.replay()
 
@@ -182,12 +186,15 @@ class FoundAverage:
         recorded, self.recorded = self.recorded, []
         averages = torch.stack([x for x, _ in recorded]).cpu().numpy()  # [N, T, P]
         weights = torch.stack([p for _, p in recorded]).cpu().numpy()
-        for x, p in zip(averages, weights, strict=True):
-            move = Move.of(self.average.x, x, p)
-            self.moves += move.length > 0
-            if move.is_clear and move.is_explained:
-                self.shares[1] = min(move.share, 1.0)
-            elif move.is_clear:
+        before = np.concatenate((self.average.x[None], averages[:-1]))
+        moves = Move.of(*(x.reshape(len(x), -1) for x in (before, averages, weights)))
+        self.moves += int((moves.length > 0).sum())
+        is_average = moves.is_clear & moves.is_explained
+        is_other = moves.is_clear & ~moves.is_explained
+        for n, x in enumerate(averages):
+            if is_average[n]:
+                self.shares[1] = min(float(moves.share[n]), 1.0)
+            elif is_other[n]:
                 self.average.x = None  # other code has changed it: begin again from there
             self.average.follow(x, self.shares[1])
 
@@ -382,7 +389,7 @@ class AverageSearch:
         for candidate in candidates:
             candidate.moves += 1
         if candidates[0].moves >= MOVES and numbers >= NUMBERS:
-            self.follow(candidates, move.share, parameters)
+            self.follow(candidates, float(move.share), parameters)
 
     def follow(
         self, candidates: list[Candidate], share: float, parameters: list[torch.Tensor]
@@ -395,6 +402,11 @@ class AverageSearch:
         names = [self.watched.tensor_names[c.parameter] for c in candidates]
         size = self.watched.sample.numbers_per_tensor * len(self.watched.sample.sizes)
         self.found.append(FoundAverage(name, pairs, names, self.watched.length, size, share))
+
+
+def sampled(sample: Sample, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The sampled numbers [T, P], read from each tensor. Joining the tensors would copy them."""
+    return torch.stack([sample.read_one(t, x.detach()) for t, x in enumerate(tensors)])
 
 
 def can_be_read(x: torch.Tensor) -> bool:
