@@ -27,6 +27,7 @@ from .verdicts import judge
 
 GRADIENT_SUMS = ("grad=bf16", "grad=bf16:stochastic")  # what `watch` judges if a script accumulates
 WAITED = 16  # steps after which it is decided whether a script accumulates
+SHORT = 8  # steps in a window of `watch`, which begin at step 16, 32, 64, ...
 RECORDED = 32  # so many records are replayed at once
 
 
@@ -86,8 +87,9 @@ class GradientSums:
     `watched`  the optimizer, which is Adam, AdamW or SGD; sums of others are not judged
     `kind`     the class of the optimizer
     `formats`  text and format of each entry that is followed
-    `waits`    whether nothing is judged unless the script accumulates. Whether it does is decided
-               after the first steps.
+    `samples`  whether nothing is judged unless the script accumulates, and then only in a few short
+               windows. Otherwise every sum is followed, which takes a script that accumulates small
+               batches up to half as long again.
     `seed`     seed of stochastic rounding
 
     Arrays have a row for each of C formats. Those that a step leads to, such as moments, have
@@ -99,20 +101,24 @@ class GradientSums:
         watched,
         kind: type,
         formats: list[tuple[str, PlaceFormat]],
-        waits: bool = False,
+        samples: bool = False,
         seed: int = 0,
     ):
         self.watched = watched
         formats = sorted(formats, key=lambda entry: entry[1].stochastic)
         self.names = [text for text, _ in formats]
         self.has_scale = any(form.scaled for _, form in formats)
-        self.waits = waits
+        self.samples = samples
+        self.waits = samples  # for the decision whether the script accumulates
+        self.pauses = False  # between two windows
+        self.next_window = WAITED
+        self.length = SHORT if samples else watched.length
         self.trouble = ""
         if len(watched.optimizers) > 1:
             self.trouble = "an optimizer that is one of many steps as soon as it has a gradient"
         elif not (watched.is_adam or issubclass(kind, torch.optim.SGD)):
             self.trouble = "sums of gradients are followed of SGD, and of Adam without amsgrad"
-        if self.trouble and waits:
+        if self.trouble and samples:
             self.names = []
         count = len(watched.sample.sizes)
         shape = (len(self.names), count, watched.sample.numbers_per_tensor)
@@ -125,8 +131,9 @@ class GradientSums:
         self.records: list[Contribution | Step] = []
         self.before: dict[int, torch.Tensor | None] = {}  # of sums to which a gradient comes next
         self.begun: set[int] = set()  # while waiting, the tensors whose sums are not 0
-        self.steps_waited = 0
+        self.updates = 0  # steps so far
         self.steps_with_several = 0
+        self.steps_recorded = 0  # in this window
         self.handles: list = []
         self.windows: list[WindowSums] = []
         self.contributions: list[float] = []  # in each step
@@ -150,6 +157,8 @@ class GradientSums:
 
     def before_adding(self, t: int) -> None:
         """Reads a sum before a gradient may be added to it. (torch.autograd.grad adds none.)"""
+        if self.pauses:
+            return
         p = self.watched.references[t]()
         grad = None if p is None else p.grad
         if self.waits:
@@ -162,8 +171,8 @@ class GradientSums:
 
     def after_adding(self, t: int, p: torch.Tensor) -> None:
         """Records the sum after a gradient was added."""
-        if p.grad is None:
-            return  # another hook of the script has dropped it
+        if self.pauses or p.grad is None:  # another hook of the script may have dropped it
+            return
         if self.waits:
             self.added[t] = self.added[t] + 1 if t in self.begun else 1
             self.begun.discard(t)
@@ -180,8 +189,12 @@ class GradientSums:
             last.largest[t] = torch.linalg.vector_norm(p.grad, torch.inf)
 
     def begin(self) -> None:
-        """Begins with the moments that the optimizer has now."""
-        if self.trouble or self.waits:
+        """Begins with the moments that the optimizer has now.
+
+        A short window begins with moments of 0, because the optimizer's own moments, which are made
+        of float32's sums, would outlast it.
+        """
+        if self.trouble or self.waits or self.pauses:
             return
         self.replay()
         self.steps = max(int(state.get("step", 0)) for state in self.watched.states())
@@ -192,29 +205,46 @@ class GradientSums:
         buffers = [state.get(names[0]) for state in self.watched.states()]
         self.has_buffer = np.array([x is not None for x in buffers]).reshape(-1, 1)
         self.moved = None
+        if self.samples:
+            self.steps = 0
+            self.moments = [np.zeros_like(x) for x in self.moments]
+            self.has_buffer[:] = False
+            self.steps_recorded = 0
+            self.sum[:] = 0
+            self.kept[:] = 0
 
     def after_step(self, gradient: torch.Tensor, weight: torch.Tensor, live: list[bool]) -> None:
         """Records a step of the optimizer, as WatchedOptimizer has read it."""
         if self.trouble:
             return
+        self.updates += 1
         if self.waits:
             self.decide(live)
+            return
+        if self.pauses:
+            if self.updates >= self.next_window:
+                self.pauses = False
+                self.begin()
             return
         settings = self.watched.read_settings()
         if not self.watched.is_adam:
             groups = self.watched.groups[: len(settings)]
             settings = [MomentumSettings.of(group) for group in groups]
         self.records.append(Step(gradient, weight, live, settings))
+        self.steps_recorded += 1
+        if self.samples and self.steps_recorded == self.length:
+            self.replay()
+            self.next_window *= 2
+            self.pauses = True
 
     def decide(self, live: list[bool]) -> None:
         """Decides, after some steps, whether the script accumulates, and stops waiting."""
-        self.steps_waited += 1
         self.steps_with_several += bool((self.added[live] > 1).any())
         self.added[:] = 0
-        if self.steps_waited < WAITED:
+        if self.updates < WAITED:
             return
         self.waits = False
-        if 2 * self.steps_with_several < self.steps_waited:
+        if 2 * self.steps_with_several < WAITED:
             self.names = []
             self.trouble = "a step has one gradient"
             for handle in self.handles:
@@ -296,7 +326,7 @@ class GradientSums:
             self.steps_in_window = 0
         self.moved += moved
         self.steps_in_window += 1
-        if self.steps_in_window == self.watched.length:
+        if self.steps_in_window == self.length:
             lost = (kept == 0) & (gradient != 0)
             self.windows.append(WindowSums.of(self.moved[1:], self.moved[0], lost))
             self.moved = None
@@ -355,7 +385,7 @@ class GradientSums:
                 watched.sample,
                 watched.tensor_names,
                 tolerates,
-                watched.length,
+                self.length,
                 looked=True,
             )
             if finding.verdict != NOT_JUDGED and self.shares:

@@ -155,7 +155,7 @@ class Watch(Hooks):
         watched = doctor.watched[0]
         if self.judges_what_is_found:
             entries = [(text, PlaceFormat.of(text.partition("=")[2])) for text in GRADIENT_SUMS]
-            watched.sums = GradientSums(watched, type(optimizers[0]), entries, waits=True)
+            watched.sums = GradientSums(watched, type(optimizers[0]), entries, samples=True)
             patient.search = AverageSearch(watched, self.optimizers)
         if watched.sums is not None:
             watched.sums.install(functools.partial(self.guarded, patient))
