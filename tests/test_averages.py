@@ -274,6 +274,37 @@ def test_averages_that_an_optimizer_keeps_are_not_judged_and_the_report_says_so(
     assert "optimizer 0 (ScheduleFree): the weights for evaluation are" in str(watch.report())
 
 
+def mul_and_add(x, p):
+    x.mul_(0.99).add_(p, alpha=0.01)
+
+
+IN_BFLOAT16 = {
+    "lerp_": (lambda x, p: x.lerp_(p, 0.01), True),
+    "get_ema_multi_avg_fn": (lambda x, p: swa_utils.get_ema_multi_avg_fn(0.99)([x], [p], 0), True),
+    "sub_": (lambda x, p: x.sub_(0.01 * (x - p)), True),
+    "get_ema_avg_fn": (lambda x, p: x.copy_(swa_utils.get_ema_avg_fn(0.99)(x, p, 0)), False),
+    "mul_ and add_": (mul_and_add, False),
+}
+
+
+@pytest.mark.parametrize("kind", IN_BFLOAT16)
+def test_an_average_in_bfloat16_ends_where_those_that_round_once_do(kind):
+    """The README says which functions do. The others end elsewhere, further on their way to 2."""
+    move, rounds_once = IN_BFLOAT16[kind]
+    p = nn.Parameter(torch.full((16,), 2.0))
+    x, low = torch.zeros(16), torch.zeros(16).bfloat16()
+    doctor = Doctor(torch.optim.SGD([p]), formats=())
+    doctor.follow("target", [x], 0.01, ("bf16",))
+    average = doctor.averages["target"]
+    for _ in range(600):
+        x.lerp_(p.detach(), 0.01)
+        move(low, p.detach().bfloat16())
+        average.look()
+    end = 1.61 if rounds_once else 1.96
+    assert low.float().mean().item() == pytest.approx(end, abs=0.01)
+    assert average.kept.mean() == pytest.approx(1.61, abs=0.01)
+
+
 # Sums of gradients
 
 
@@ -421,3 +452,38 @@ def test_sums_are_kept_in_few_bits_from_the_second_step_on():
         accumulate(model, optimizer, 2)
     assert not keep.complaint()
     assert model.weight.tolist() == [-64 - 2 * 16] * 3
+
+
+def keep_of_sparse_gradients():
+    layer = nn.Embedding(3, 2, sparse=True)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with Keep("grad=bf16").installed():
+        layer(torch.tensor([1])).sum().backward()
+        optimizer.step()
+
+
+REFUSED = {
+    "formats has 'grad=bf16:stored'": lambda: Keep("grad=bf16:stored"),
+    "formats has block": lambda: Doctor(
+        torch.optim.SGD(Ones().parameters()), formats=("grad=e4m3:block",)
+    ),
+    "name is 'grad'": lambda: Doctor(torch.optim.SGD(Ones().parameters())).follow(
+        "grad", [torch.zeros(3)], 0.1
+    ),
+    "grad=bf16 was not watched: .* use Adam or SGD": lambda: (
+        Doctor(torch.optim.SGD(Ones().parameters()), formats=()).report().require("grad=bf16")
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_judged_is_refused_in_one_line(message):
+    with pytest.raises(ValueError, match=message) as error:
+        REFUSED[message]()
+    assert "\n" not in str(error.value)
+
+
+def test_sums_of_sparse_gradients_are_not_kept(capsys):
+    with pytest.raises(SystemExit):
+        keep_of_sparse_gradients()
+    assert "sums of dense gradients only: leave out grad" in capsys.readouterr().err

@@ -13,7 +13,8 @@ factors of the learning rate that, by the user's word, the training tolerates.
 
 The rates come from the updates that the training makes anyway, on a sample of each tensor's numbers
 (watched_optimizer.py). Effects that only the loss can show need the loss (low_bit_gradients.py).
-Running averages, such as target networks, can be followed, too (averages.py).
+Running averages, such as target networks, can be followed, too (averages.py), and so can sums of
+gradients over micro-batches (gradient_sums.py).
 
 A policy mu that acts in few bits learns nothing. It only takes other actions, and the ratios
 pi / mu to float32's policy pi correct for that. It is judged by the effective sample size of these
