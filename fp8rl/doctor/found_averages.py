@@ -162,6 +162,7 @@ class FoundAverage:
         self.shares = [share, share]
         self.moves = 0
         self.recorded: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.last: torch.Tensor | None = None  # the average, when it was read last
         self.average.look()  # where it begins
 
     def last_share(self) -> float:
@@ -173,9 +174,11 @@ class FoundAverage:
         parameters = [reference() for reference in self.parameters]
         if not tensors or any(p is None for p in parameters):
             return  # the script has dropped them
-        self.recorded.append(
-            (sampled(self.average.sample, tensors), sampled(self.sample, parameters))
-        )
+        x = sampled(self.average.sample, tensors)
+        if x.device.type == "cpu" and self.last is not None and torch.equal(x, self.last):
+            return  # it has not moved (a GPU would be waited for to know)
+        self.last = x
+        self.recorded.append((x, sampled(self.sample, parameters)))
         if len(self.recorded) == PERIOD:
             self.replay()
 
@@ -406,7 +409,7 @@ class AverageSearch:
 
 def sampled(sample: Sample, tensors: list[torch.Tensor]) -> torch.Tensor:
     """The sampled numbers [T, P], read from each tensor. Joining the tensors would copy them."""
-    return torch.stack([sample.read_one(t, x.detach()) for t, x in enumerate(tensors)])
+    return torch.stack([x.take(index) for x, index in zip(tensors, sample.index, strict=True)])
 
 
 def can_be_read(x: torch.Tensor) -> bool:
