@@ -38,8 +38,8 @@ class Average:
 
     Once an average has arrived, only its own noise pulls it, so that within a window d answers to
     the noise and the rate of a window is below 1 for no other reason. `all_steps` has the sums of
-    each window step by step. The noise of a step is not in the d of the same step, so these rates
-    are free of that.
+    each window step by step, for the stochastic rows. The noise of a step is not in the d of the
+    same step, so these rates are free of that.
     """
 
     def __init__(
@@ -59,6 +59,8 @@ class Average:
         formats = sorted(formats, key=lambda entry: entry[1].stochastic)
         self.names = [text for text, _ in formats]
         self.rows = FormatRows([form for _, form in formats], 0)
+        self.first_stochastic = self.rows.nearest  # the rows from here on are stochastic
+        self.stochastic_rows = FormatRows([form for _, form in formats if form.stochastic], 0)
         self.x: np.ndarray | None = None  # float32's average, when it was read last
         self.all_windows: list[WindowSums] = []
         self.all_steps: list[WindowSums] = []
@@ -89,9 +91,10 @@ class Average:
         pull = x - (1 - rate) * before - rate * self.kept
         kept = self.rows.round(self.kept + pull, self.largest)
         self.true += pull
-        step = WindowSums.of(kept - self.kept, pull, kept == self.kept)
+        old, new, pull = (x[self.first_stochastic :] for x in (self.kept, kept, pull))
+        step = WindowSums.of(new - old, pull, new == old)
         # The noise that stochastic rounding has on average, although few numbers may show it
-        spacing = self.rows.steps(self.kept + pull, self.largest)
+        spacing = self.stochastic_rows.steps(old + pull, self.largest)
         expected = (spacing * np.abs(pull)).mean(2, dtype=np.float64)
         self.steps.append(step._replace(apart=np.maximum(step.apart, expected)))
         self.kept = kept
@@ -121,6 +124,8 @@ class Average:
         windows = self.windows
         findings = []
         for i, text in enumerate(self.names):
+            row = i - self.first_stochastic
+            trials = [sums.of_row(row) for sums in self.all_steps] if row >= 0 else []
             finding = judge(
                 optimizer,
                 text,
@@ -129,7 +134,7 @@ class Average:
                 self.tensor_names,
                 tolerates,
                 self.length,
-                trials=[sums.of_row(i) for sums in self.all_steps],
+                trials=trials,
                 steps_per_trial=self.length,
             )
             findings.append(finding)
