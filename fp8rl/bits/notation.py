@@ -24,6 +24,7 @@ PLACES = (
 )
 OPERANDS = ("forward", "backward")  # places in the matmuls of a training step
 STATE = ("weights", "m", "v", "root")  # places that an optimizer keeps between updates
+SUMS = ("grad",)  # sums of gradients over micro-batches, which only the doctor has as a place
 WORDS = ("unscaled", "block", "mx", "stochastic", "nearest", "stored", "independent")
 OF_BLOCKS = {"block", "mx"}  # words that give each block of numbers a scale
 OF_MOMENTS = {"stored", "independent"}  # words that only m, v and root can have
@@ -72,8 +73,8 @@ def read_entry(place: str, form: str, names: tuple[str, ...] = PLACES) -> Entry:
     if not {*words} <= {*WORDS} or (of_moments and place not in ("m", "v", "root")):
         allowed = f"{', '.join(WORDS)} ({' and '.join(sorted(OF_MOMENTS))}: only m, v, root)"
         raise ValueError(f"formats has {text!r}: after the format, use only {allowed}")
-    if "stochastic" in words and place not in (*STATE, "targets"):
-        only = f"only {', '.join(STATE)} and targets can be stochastic"
+    if "stochastic" in words and place not in (*STATE, *SUMS, "targets"):
+        only = f"only {', '.join((*STATE, *SUMS))} and targets can be stochastic"
         raise ValueError(f"formats has {text!r}: {only}")
     if {*words} >= {"stochastic", "nearest"}:
         raise ValueError(f"formats has {text!r}: leave out stochastic or nearest")

@@ -14,7 +14,7 @@ from ..bits.notation import OPERANDS, TOLERATES, check_tolerance
 # The file of each name. It is imported when the name is used for the first time, because the
 # command must not import torch before the script does.
 FILES = {
-    "AVERAGES": "doctor",
+    "AVERAGES": "averages",
     "ActingLook": "acting_look",
     "Doctor": "doctor",
     "FORMATS": "doctor",

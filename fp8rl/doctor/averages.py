@@ -11,10 +11,13 @@ import numpy as np
 import torch
 
 from ..bits.places import PlaceFormat
+from .findings import Finding, with_cures
 from .format_rows import FormatRows
 from .sample import NumberSums, Sample, WindowSums, add_up, in_parts
+from .verdicts import judge
 from .watched_optimizer import largest_of
 
+AVERAGES = ("bf16", "bf16:stochastic", "fp16:unscaled", "e4m3", "e4m3:stochastic")
 PARTS = 4  # the training is split into so many parts, and measurements are means over each part
 
 
@@ -35,8 +38,8 @@ class Average:
 
     Once an average has arrived, only its own noise pulls it, so that within a window d answers to
     the noise and the rate of a window is below 1 for no other reason. `all_steps` has the sums of
-    each window step by step. The noise of a step is not in the d of the same step, so these rates
-    are free of that.
+    each window step by step, for the stochastic rows. The noise of a step is not in the d of the
+    same step, so these rates are free of that.
     """
 
     def __init__(
@@ -56,33 +59,44 @@ class Average:
         formats = sorted(formats, key=lambda entry: entry[1].stochastic)
         self.names = [text for text, _ in formats]
         self.rows = FormatRows([form for _, form in formats], 0)
+        self.first_stochastic = self.rows.nearest  # the rows from here on are stochastic
+        self.stochastic_rows = FormatRows([form for _, form in formats if form.stochastic], 0)
         self.x: np.ndarray | None = None  # float32's average, when it was read last
         self.all_windows: list[WindowSums] = []
         self.all_steps: list[WindowSums] = []
         self.numbers = NumberSums()  # of the windows
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The average's tensors; none once the script has dropped one of them."""
+        tensors = [reference() for reference in self.references]
+        return [] if any(x is None for x in tensors) else tensors
+
     @torch.no_grad()
     def look(self, *_) -> None:
         """Reads the average as it is now. It is a hook of an optimizer."""
-        tensors = [reference() for reference in self.references]
-        if any(x is None for x in tensors):
-            return  # the script has dropped it
-        before, self.x = self.x, self.sample.take(tensors)
+        if tensors := self.tensors:
+            rate = self.rate() if callable(self.rate) else self.rate
+            self.follow(self.sample.take(tensors), rate)
+
+    def follow(self, x: np.ndarray, rate: float) -> None:
+        """Follows the average to its sample `x`, [T, P], which it has reached with `rate`."""
+        before, self.x = self.x, x
         if before is None:
-            self.begin_window(np.repeat(self.x[None], len(self.names), 0), tensors)
+            self.begin_window(np.repeat(x[None], len(self.names), 0))
             self.kept = self.rows.round(self.kept, self.largest)
             self.start = self.kept
             return
-        if np.array_equal(self.x, before):
+        if np.array_equal(x, before):
             return
-        rate = self.rate() if callable(self.rate) else self.rate
-        pull = self.x - (1 - rate) * before - rate * self.kept
+        pull = x - (1 - rate) * before - rate * self.kept
         kept = self.rows.round(self.kept + pull, self.largest)
         self.true += pull
+        old, new, pull = (x[self.first_stochastic :] for x in (self.kept, kept, pull))
         emphasis = self.sample.emphasis
-        step = WindowSums.of(kept - self.kept, pull, kept == self.kept, emphasis)
+        step = WindowSums.of(new - old, pull, new == old, emphasis)
         # The noise that stochastic rounding has on average, although few numbers may show it
-        spacing = self.rows.steps(self.kept + pull, self.largest)
+        spacing = self.stochastic_rows.steps(old + pull, self.largest)
         expected = (spacing * np.abs(pull) * emphasis).mean(2, dtype=np.float64)
         self.steps.append(step._replace(apart=np.maximum(step.apart, expected)))
         self.kept = kept
@@ -92,17 +106,40 @@ class Average:
             self.all_windows.append(WindowSums.of(moved, self.true, lost, emphasis))
             self.numbers.add(moved, self.true)
             self.all_steps.append(add_up(self.steps))
-            self.begin_window(self.kept, tensors)
+            self.begin_window(self.kept)
 
-    def begin_window(self, kept: np.ndarray, tensors: list[torch.Tensor]) -> None:
+    def begin_window(self, kept: np.ndarray) -> None:
         """Begins a window, with the averages `kept` as they are now."""
         self.kept = kept
         self.start = kept
         self.true = np.zeros_like(kept)
         self.steps: list[WindowSums] = []
-        self.largest = largest_of(tensors).cpu().numpy()
+        if tensors := self.tensors:
+            self.largest = largest_of(tensors).cpu().numpy()
 
     @property
     def windows(self) -> list[WindowSums]:
         """The measurements of each part of the training."""
         return in_parts(self.all_windows, PARTS)
+
+    def findings(self, optimizer: str, tolerates: tuple[float, float]) -> list[Finding]:
+        """The findings so far. `optimizer` is what they are listed under in reports."""
+        windows = self.windows
+        findings = []
+        for i, text in enumerate(self.names):
+            row = i - self.first_stochastic
+            trials = [sums.of_row(row) for sums in self.all_steps] if row >= 0 else []
+            finding = judge(
+                optimizer,
+                text,
+                [sums.of_row(i) for sums in windows],
+                self.sample,
+                self.tensor_names,
+                tolerates,
+                self.length,
+                trials=trials,
+                numbers=self.numbers.of_row(i),
+                steps_per_trial=self.length,
+            )
+            findings.append(finding)
+        return with_cures(findings)

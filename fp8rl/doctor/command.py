@@ -50,6 +50,7 @@ from ..bits.notation import (
     OPERANDS,
     SAMPLE,
     STATE,
+    SUMS,
     TOLERATES,
     check_sample,
     check_tolerance,
@@ -464,7 +465,7 @@ def formats_to_watch(text: str | None) -> tuple[str, ...]:
         if is_real(text):
             read_real_optimizer(text)
             continue
-        (entry,) = read_entries(text, STATE)
+        (entry,) = read_entries(text, (*STATE, *SUMS))
         exponent, _ = entry.bits
         # Formats with 8 bits of exponent have no scale, and so no blocks
         of_blocks = OF_BLOCKS & {*entry.words}
@@ -489,7 +490,7 @@ def check_formats_to_keep(text: str) -> None:
     if not text.split():
         raise Refusal("formats is empty: name a place and its format, as in weights=bf16")
     emulated, real = split_real(text)
-    places = [entry.place for entry in read_entries(emulated, (*STATE, *OPERANDS))]
+    places = [entry.place for entry in read_entries(emulated, (*STATE, *SUMS, *OPERANDS))]
     if len(real) > 1:
         raise Refusal(f"formats has {' '.join(real)}: keep one real optimizer at a time")
     for entry in real:

@@ -13,7 +13,8 @@ factors of the learning rate that, by the user's word, the training tolerates.
 
 The rates come from the updates that the training makes anyway, on a sample of each tensor's numbers
 (watched_optimizer.py). Effects that only the loss can show need the loss (low_bit_gradients.py).
-Running averages, such as target networks, can be followed, too (averages.py).
+Running averages, such as target networks, can be followed, too (averages.py), and so can sums of
+gradients over micro-batches (gradient_sums.py).
 
 A policy mu that acts in few bits learns nothing. It only takes other actions, and the ratios
 pi / mu to float32's policy pi correct for that. It is judged by the effective sample size of these
@@ -40,13 +41,14 @@ from ..bits.notation import (
     PLACES,
     SAMPLE,
     STATE,
+    SUMS,
     TOLERATES,
     check_sample,
     check_tolerance,
 )
 from ..bits.places import PlaceFormat, places_of
 from .acting_look import ActingLook, judge_acting
-from .averages import Average
+from .averages import AVERAGES, Average
 from .findings import Finding, Report, with_cures
 from .low_bit_gradients import LENGTH as LOOK_LENGTH
 from .low_bit_gradients import Operands, with_same_random_numbers
@@ -88,7 +90,6 @@ FORMATS = (
     "acting=bf16",
     "acting=e4m3",
 )
-AVERAGES = ("bf16", "bf16:stochastic", "fp16:unscaled", "e4m3", "e4m3:stochastic")
 
 
 def read_format(text: str, names: tuple[str, ...]) -> tuple[str, PlaceFormat, str]:
@@ -121,8 +122,8 @@ class Doctor:
                  such as one for each parameter, is watched as one optimizer.
     `formats`    the places and formats to judge. Formats of operands are judged only if `look` is
                  called. For an optimizer that is not Adam or AdamW, or that uses amsgrad, only
-                 weights are judged. An optimizer whose step is not in proportion to its learning
-                 rate, such as LBFGS, is not judged.
+                 weights are judged, and of SGD sums of gradients. An optimizer whose step is not in
+                 proportion to its learning rate, such as LBFGS, is not judged.
     `optimizers` real optimizers that make the same steps on copies of the parameters, and are
                  judged by these: "torchao-8bit", "torch.optim:Adam:bf16:fused", "model=bf16", ...
                  (real_optimizers.py). Each needs the memory of the parameters and of its state.
@@ -179,7 +180,7 @@ class Doctor:
         self.tolerates = check_tolerance(tolerates)
         real = [read_real_optimizer(text) for text in self.formats if is_real(text)]
         emulated = [text for text in self.formats if not is_real(text)]
-        entries = [read_format(text, (*STATE, *OPERANDS, "acting")) for text in emulated]
+        entries = [read_format(text, (*STATE, *SUMS, *OPERANDS, "acting")) for text in emulated]
         self.operands: dict[str, Operands] = {}
         self.acting: dict[str, Operands] = {}
         state = []
@@ -362,9 +363,10 @@ class Doctor:
                 f"rate is {rate!r}: give a number above 0 and up to 1, "
                 "or a function without arguments that returns it"
             )
-        if name in PLACES or "=" in name:
+        places = (*PLACES, *SUMS)
+        if name in places or "=" in name:
             raise ValueError(
-                f"name is {name!r}: choose a name without = that is none of {', '.join(PLACES)}"
+                f"name is {name!r}: choose a name without = that is none of {', '.join(places)}"
             )
         entries = []
         for form in formats:
@@ -411,23 +413,7 @@ class Doctor:
             looks = zip(self.acting, zip(*self.looks_at_acting, strict=True), strict=True)
             report += [judge_acting(text, look) for text, look in looks]
         for average in self.averages.values():
-            windows = average.windows
-            findings = []
-            for i, text in enumerate(average.names):
-                finding = judge(
-                    "average",
-                    text,
-                    [sums.of_row(i) for sums in windows],
-                    average.sample,
-                    average.tensor_names,
-                    self.tolerates,
-                    average.length,
-                    trials=[sums.of_row(i) for sums in average.all_steps],
-                    steps_per_trial=average.length,
-                    numbers=average.numbers.of_row(i),
-                )
-                findings.append(finding)
-            report += with_cures(findings)
+            report += average.findings("average", self.tolerates)
         return report
 
     def findings_of(self, watched: WatchedOptimizer, for_a_twin: bool) -> list[Finding]:
@@ -460,6 +446,8 @@ class Doctor:
                     numbers=part.numbers.of_row(i),
                     free_numbers=free_numbers,
                 )
+        if watched.sums is not None:
+            by_text |= watched.sums.findings(self.tolerates)
         if watched.name in self.copies:
             for finding in self.copies[watched.name].findings(self.tolerates):
                 by_text[finding.text] = finding

@@ -7,7 +7,7 @@ import json
 import math
 from typing import NamedTuple
 
-from ..bits.notation import OPERANDS, STATE, split_entry
+from ..bits.notation import OPERANDS, STATE, SUMS, split_entry
 from ..bits.places import PlaceFormat
 from .real_optimizers import PLACES as REAL_PLACES
 
@@ -20,8 +20,8 @@ class Finding(NamedTuple):
 
     `optimizer`  name of the optimizer; "average" for a running average, "policy" for a policy that
                  acts in few bits
-    `place`      weights, m, v, root, forward, backward, acting, one of the `others` of a look, or
-                 the name of an average
+    `place`      weights, m, v, root, grad, forward, backward, acting, one of the `others` of a
+                 look, or the name of an average
     `format`     the format with the words after it
     `rate`       the factor by which few bits multiply the learning rate, over the whole training
                  and with every number counted alike; NaN if nothing was measured
@@ -53,6 +53,9 @@ class Finding(NamedTuple):
                  rates, and the same of the script's own optimizer; which share of the weight decay
                  arrives; the bytes that are kept of a parameter between updates; the names of the
                  tensors that are kept wholly in float32; longest step and bytes by tensor
+    `contributions`, `share_left`
+                 of a sum of gradients: how many gradients a step adds up, and which share of
+                 float32's sum is left in few bits. NaN for other places.
     `sample_size`, `divergence`, `horizon`
                  of a policy that acts in few bits, which has no rate: the effective sample size of
                  a token's ratio, KL(pi || mu) of a token, and the number of tokens after which the
@@ -87,6 +90,8 @@ class Finding(NamedTuple):
     left_in_float32: tuple[str, ...] = ()
     tensor_longest_steps: dict[str, float] = {}
     tensor_bytes: dict[str, float] = {}
+    contributions: float = math.nan
+    share_left: float = math.nan
     sample_size: float = math.nan
     divergence: float = math.nan
     horizon: float = math.nan
@@ -209,6 +214,8 @@ def remedy_for(text: str) -> str:
         return ""
     if place in STATE:
         return ", and use Adam"
+    if place in SUMS:
+        return ", and use Adam or SGD"
     if place == "acting":
         return ", and call the doctor's act"
     if place in OPERANDS:

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..bits import adam
-from ..bits.notation import OPERANDS, STATE
+from ..bits.notation import OPERANDS, STATE, SUMS
 from ..bits.places import NO_NOISE, places_of
 from .hooks import Change, parameters_of, refuses, seeded_generator
 from .low_bit_gradients import Operands
@@ -25,7 +25,8 @@ class Keep(Change):
 
     Weights are rounded before the first step and after every step. Adam's moments are rounded in
     its step, which is then taken from the rounded moments. Operands are rounded in the script's
-    matmuls.
+    matmuls. Sums of gradients are rounded whenever a gradient is added, from the second step on. An
+    optimizer is first seen when it makes its first step, so the first sum is rounded once.
 
     A real optimizer trains in place of the script's own. It makes its steps on copies of the
     parameters (optimizer_copy.py), and the script's parameters get the copies' numbers after every
@@ -35,18 +36,24 @@ class Keep(Change):
     def __init__(self, formats: str):
         super().__init__()
         emulated, real = split_real(formats)
-        self.places = places_of(emulated, (*STATE, *OPERANDS))
+        self.places = places_of(emulated, (*STATE, *SUMS, *OPERANDS))
         self.real = read_real_optimizer(real[0]) if real else None
         self.copies: list[OptimizerCopy | None] = []
         self.random_numbers: RandomNumbers | None = None
         self.generator = seeded_generator()
         self.moments_kept = False
+        self.sums_kept = False  # whether a gradient was added to a sum after the first step
         operands = {name: self.places[name] for name in OPERANDS if name in self.places}
         self.operands = Operands(**operands) if operands else None
 
     @refuses
     def begin(self, number: int) -> None:
         self.round_weights(number)
+        if "grad" in self.places:
+            for p in parameters_of(self.optimizers[number]):
+                if p.grad is not None:
+                    self.round_sum(p)
+                p.register_post_accumulate_grad_hook(self.after_adding)
         self.copies.append(None)
         if self.real is not None:
             self.make_copy(number)
@@ -99,15 +106,34 @@ class Keep(Change):
             rounded = self.places.weights(row.float(), [row.numel()], self.noise(row))
             p.copy_(rounded.view_as(p))
 
+    @refuses
+    def after_adding(self, p: torch.Tensor) -> None:
+        """Rounds a sum of gradients, after a gradient was added to it."""
+        if p.grad is not None:  # another hook of the script may have taken its step already
+            self.round_sum(p)
+            self.sums_kept = True
+
+    @torch.no_grad()
+    def round_sum(self, p: torch.Tensor) -> None:
+        if p.grad.is_sparse:
+            raise Refusal("keep can round sums of dense gradients only: leave out grad")
+        form = self.places["grad"]
+        row = p.grad.reshape(1, -1).float()
+        noise = self.drawn(row.shape, row.device) if form.stochastic else None
+        p.grad.copy_(form(row, noise).view_as(p.grad))
+
     def noise(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
         """Noise for the places that are rounded stochastically."""
         if not self.places.noisy:
             return NO_NOISE
         shape = (len(self.places.noisy), *row.shape)
+        return dict(zip(self.places.noisy, self.drawn(shape, row.device), strict=True))
+
+    def drawn(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """Random numbers in [0, 1)."""
         # Whatever the script has set as default type and device
         options = {"generator": self.generator, "dtype": torch.float32, "device": "cpu"}
-        drawn = torch.rand(shape, **options).to(row.device)
-        return dict(zip(self.places.noisy, drawn, strict=True))
+        return torch.rand(shape, **options).to(device)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -188,6 +214,8 @@ class Keep(Change):
         if moments and not self.moments_kept:
             names = ", ".join(self.name_of(i) for i in range(len(self.optimizers)))
             return f"{moments[0]} was not kept: only Adam and AdamW have it, and there is {names}"
+        if "grad" in self.places and not self.sums_kept:
+            return "grad was not kept: no gradient was added after the first step"
         return ""
 
 

@@ -65,9 +65,10 @@ class ReportFile:
         return Refusal(f"json is {self.name}, which cannot be written: {reason(error)}")
 
 
-def report_as_json(optimizers: list[dict], notes: list[str]) -> str:
+def report_as_json(optimizers: list[dict], notes: list[str], averages: list[dict] = ()) -> str:
     """The text of a report's file."""
-    return json.dumps({"kind": REPORT_KIND, "optimizers": optimizers, "notes": notes}, indent=1)
+    content = {"kind": REPORT_KIND, "optimizers": optimizers, "averages": averages, "notes": notes}
+    return json.dumps(content, indent=1)
 
 
 def is_empty_file(path: Path) -> bool:

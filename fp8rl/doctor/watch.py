@@ -2,14 +2,18 @@
 
 import collections
 import contextlib
+import functools
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 
 import torch
 
 from ..bits.notation import SAMPLE, STATE
+from ..bits.places import PlaceFormat
 from .doctor import FORMATS, Doctor
 from .findings import Report, without_nan
+from .found_averages import AverageSearch, FoundAverage
+from .gradient_sums import GRADIENT_SUMS, GradientSums
 from .hooks import Hooks, modules_of_process, parameters_of
 from .report_file import NO_STEP, report_as_json
 from .run_script import first_line
@@ -32,6 +36,7 @@ class Patient:
     `numbers`  the numbers of its optimizers
     `doctor`   the doctor that watches it; None if it is not judged, and of a pool in whose first
                round the optimizers step
+    `search`   the search for running averages of its parameters; None if there is none
     `reason`   why it is not judged
     `is_gone`  whether the script dropped it before another optimizer began
     """
@@ -40,6 +45,7 @@ class Patient:
         self.name = name
         self.numbers = numbers
         self.doctor: Doctor | None = None
+        self.search: AverageSearch | None = None
         self.reason = ""
         self.is_gone = False
 
@@ -64,6 +70,9 @@ class Watch(Hooks):
 
     **Sweeps.** A script may train one network after the other and drop each. When an optimizer
     makes its first step, what was measured of optimizers that are gone is dropped, too.
+
+    **What is found.** Running averages of the parameters are looked for, and judged; and sums of
+    gradients, if a step has several. If the command names formats, only these are judged.
     """
 
     def __init__(
@@ -71,6 +80,7 @@ class Watch(Hooks):
     ):
         super().__init__()
         self.formats = formats or WATCHED
+        self.judges_what_is_found = not formats
         self.tolerates = tolerates
         self.sample = sample
         self.patients: list[Patient] = []
@@ -102,6 +112,7 @@ class Watch(Hooks):
             if not patient.is_gone and all(self.optimizers[n] is None for n in patient.numbers):
                 patient.is_gone = True
                 patient.doctor = None
+                patient.search = None
 
     def pool_for(self, number: int, optimizer: torch.optim.Optimizer) -> Patient | None:
         """The pool that an optimizer belongs to at its first step, or None."""
@@ -163,6 +174,13 @@ class Watch(Hooks):
         # The doctor's hooks are called by this class, which catches their errors.
         doctor.stop()
         patient.doctor = doctor
+        watched = doctor.watched[0]
+        if self.judges_what_is_found:
+            entries = [(text, PlaceFormat.of(text.partition("=")[2])) for text in GRADIENT_SUMS]
+            watched.sums = GradientSums(watched, type(optimizers[0]), entries, samples=True)
+            patient.search = AverageSearch(watched, self.optimizers)
+        if watched.sums is not None:
+            watched.sums.install(functools.partial(self.guarded, patient))
         for part in parts_of(doctor):
             for optimizer in optimizers:
                 optimizer.register_load_state_dict_post_hook(
@@ -189,9 +207,22 @@ class Watch(Hooks):
         patient = self.patients[number]
         if not patient.name and self.steps[number] > 0:
             self.watch_pool(patient)
+        if patient.search is not None and number == patient.numbers[0]:
+            self.search_averages(patient)
         if patient.doctor is not None:
             for part in parts_of(patient.doctor):
                 self.guarded(patient, part.before_step, self.optimizers[number], (), {})
+
+    def search_averages(self, patient: Patient) -> None:
+        """Looks for running averages before a step. A search that fails ends, and is noted."""
+        try:
+            patient.search.before_step()
+        except Exception as error:
+            patient.search = None
+            self.notes.append(
+                f"{patient.name}: running averages are not judged: the search failed "
+                f"({type(error).__name__}: {first_line(error)})"
+            )
 
     def after(self, number: int) -> None:
         self.steps[number] += 1
@@ -211,10 +242,18 @@ class Watch(Hooks):
                 report_of_one = patient.doctor.report()
                 report += report_of_one
                 report.notes += report_of_one.notes
+                if patient.search is not None and patient.search.is_schedule_free:
+                    report.notes.append(
+                        f"{patient.name}: the weights for evaluation are an average that is not "
+                        "stored, and are not judged: judged are the weights that it trains with"
+                    )
             else:
                 name = patient.name or f"{len(patient.numbers)} optimizers that made one step each"
                 reason = patient.reason or "the training ended before a window was full"
                 report.notes.append(f"{name}: not judged: {reason}")
+        for name, (_, average) in self.found_averages().items():
+            report += average.findings(name, self.tolerates)
+        report.notes += self.notes
         gone = [n for patient in patients if patient.is_gone for n in patient.numbers]
         if gone:
             report.notes.append(self.note_on(gone))
@@ -226,6 +265,17 @@ class Watch(Hooks):
                 f"the script started {started}: steps of optimizers there are not in this report"
             )
         return report
+
+    def found_averages(self) -> dict[str, tuple[Patient, FoundAverage]]:
+        """The running averages that were found, by their names in reports."""
+        averages: dict[str, tuple[Patient, FoundAverage]] = {}
+        for patient in dict.fromkeys(self.patients):
+            for average in patient.search.found if patient.search is not None else ():
+                average.replay()
+                name = str(average)
+                alike = sum(other.partition(" [")[0] == name for other in averages)
+                averages[f"{name} [{alike + 1}]" if alike else name] = patient, average
+        return averages
 
     def note_on(self, gone: list[int]) -> str:
         """A line on optimizers that the script dropped before another one began."""
@@ -245,7 +295,8 @@ class Watch(Hooks):
         """The report as JSON, with everything that `twin` needs.
 
         Each optimizer has an entry. An optimizer of a pool has the pool's findings with the rates
-        of its own tensors. An optimizer that is gone has no findings.
+        of its own tensors. An optimizer that is gone has no findings. Running averages that were
+        found have entries of their own, with tau at first and at the end.
         """
         optimizers = []
         for number, patient in enumerate(self.patients):
@@ -267,7 +318,20 @@ class Watch(Hooks):
                     "findings": [without_nan(finding._asdict()) for finding in findings],
                 }
             )
-        return report_as_json(optimizers, report.notes)
+        averages = []
+        for name, (patient, average) in self.found_averages().items():
+            findings = [finding for finding in report if finding.optimizer == name]
+            averages.append(
+                {
+                    "name": name,
+                    "optimizer": patient.name,
+                    "tau": average.shares,
+                    "moves": average.moves,
+                    "tensors": average.average.tensor_names,
+                    "findings": [without_nan(finding._asdict()) for finding in findings],
+                }
+            )
+        return report_as_json(optimizers, report.notes, averages)
 
 
 @contextlib.contextmanager

@@ -35,9 +35,10 @@ import torch
 from torch import nn
 
 from ..bits import adam
-from ..bits.notation import STATE
+from ..bits.notation import STATE, SUMS
 from ..bits.places import SLACK, PlaceFormat
 from .format_rows import FormatRows, MomentBounds
+from .gradient_sums import GradientSums
 from .low_bit_gradients import Looks
 from .sample import NumberSums, Sample, WindowSums, tensor_names
 
@@ -120,7 +121,8 @@ class WatchedOptimizer:
     `windows` has the measurements of the rows of `names`, and `free_windows` those of the free
     rows, whose formats are in `free_names`. `numbers` and `free_numbers` have sums by number, from
     which standard errors follow. `trials` has the windows with the noise that is to be expected of
-    stochastic rounding, where less is seen.
+    stochastic rounding, where less is seen. `sums` has the sums of gradients, if
+    they are judged.
 
     Raises ValueError if no parameters learn, and if none of those that do is float32.
     """
@@ -181,6 +183,8 @@ class WatchedOptimizer:
             group["amsgrad"] for _, group in groups
         )  # AdamW is an Adam, too
         self.is_decoupled = isinstance(first, torch.optim.AdamW)
+        sums = [(text, form) for place, form, text in formats if place in SUMS]
+        formats = [entry for entry in formats if entry[0] not in SUMS]
         rows = [entry for entry in formats if self.is_adam or entry[0] == "weights"]
         rows.sort(key=lambda entry: (entry[1].stochastic, STATE.index(entry[0])))
         free = [entry for entry in rows if entry[0] == "weights" and not entry[1].stochastic]
@@ -215,6 +219,7 @@ class WatchedOptimizer:
         self.versions: list[int] | None = None
         self.weight_after: torch.Tensor | None = None
         self.looks = Looks(self)
+        self.sums = GradientSums(self, type(first), sums, seed=seed) if sums else None
         self.hooks = []
 
     def attach(self) -> None:
@@ -230,6 +235,8 @@ class WatchedOptimizer:
                 optimizer.register_step_post_hook(torch.compiler.disable(self.after_step)),
                 optimizer.register_load_state_dict_post_hook(self.after_loading),
             ]
+        if self.sums is not None:
+            self.hooks += self.sums.install()
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -394,6 +401,8 @@ class WatchedOptimizer:
         self.last_weight = weights  # float32's weights after the last update that was replayed
         self.begin_window(np.stack((weights, m, v, np.sqrt(v)))[self.kind])
         self.rows.round(self.kept[0], self.largest, out=self.kept[0])
+        if self.sums is not None:
+            self.sums.begin()
 
     def after_loading(self, optimizer) -> None:
         """Starts again, with the moments that the optimizer has loaded."""
@@ -445,7 +454,10 @@ class WatchedOptimizer:
         """Records an update, and ends the window when it is full."""
         self.updates += 1
         self.last_update[update.live] = self.updates
-        self.looks.after_step(update.after[len(update.live) :], update.weight)
+        gradient = update.after[len(update.live) :]
+        self.looks.after_step(gradient, update.weight)
+        if self.sums is not None:
+            self.sums.after_step(gradient, update.weight, update.live)
         self.recorded.append(update)
         if len(self.window) + len(self.recorded) == self.length:
             self.replay()
