@@ -40,6 +40,7 @@ import sys
 from pathlib import Path
 
 from ..bits.notation import OPERANDS, STATE, TOLERATES, check_tolerance, read_entries
+from .real_optimizers import catalogue_as_text, is_real, read_real_optimizer, split_real
 from .report_file import NO_STEP, ReportFile, read_report, report_as_json, require_rates
 from .run_script import AfterImport, Refusal, Target, before_termination, first_line
 
@@ -93,6 +94,14 @@ class Attached:
         self.context.enter_context(self.hooks.installed())
 
 
+class PrintCatalogue(argparse.Action):
+    """Prints the real optimizers that can be named, and ends the command."""
+
+    def __call__(self, parser, *arguments):
+        print(catalogue_as_text())
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
@@ -115,7 +124,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
     explanations = {
         "watch": "Run a script that trains in float32. At the end, report on stderr at which "
         "factor of its learning rate it would learn with each place in each format.",
-        "keep": "Run a script with places really kept in few bits.",
+        "keep": "Run a script with places kept in few bits, or with a real optimizer in place of "
+        "its own.",
         "twin": "Run a script in float32, with the learning rate of each tensor multiplied by the "
         "factor that `watch` has measured for one place and format.",
         "mismatch": "Compare a learner's and an actor's log-probabilities of the same tokens: do "
@@ -126,11 +136,18 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
         help="train in float32, and report what few bits would change",
         description=explanations["watch"],
     )
+    watch.add_argument(
+        "--list",
+        action=PrintCatalogue,
+        nargs=0,
+        help="list the real optimizers that --formats may name, and what is installed",
+    )
     watch.add_argument("--json", type=Path, metavar="FILE", help="also write the report to a file")
     watch.add_argument(
         "--formats",
         metavar="TEXT",
-        help="places and formats to judge, as in 'weights=bf16 v=e5m2'",
+        help="places and formats, or real optimizers, to judge, as in 'weights=bf16 v=e5m2' or "
+        "'model=bf16 optimizer=torchao-8bit' (see --list)",
     )
     watch.add_argument(
         "--tolerates",
@@ -143,11 +160,13 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
     )
     keep = commands.add_parser(
         "keep",
-        help="train with weights or moments really kept in few bits",
+        help="train with few bits: an emulation, or a real optimizer",
         description=explanations["keep"],
     )
     keep.add_argument(
-        "formats", help="places and formats, as in 'weights=bf16' or 'weights=bf16 v=e5m2'"
+        "formats",
+        help="places and formats, as in 'weights=bf16' or 'weights=bf16 v=e5m2', or a real "
+        "optimizer, as in model=bf16 or optimizer=torchao-8bit (see watch --list)",
     )
     twin = commands.add_parser(
         "twin",
@@ -249,6 +268,9 @@ def formats_to_watch(options: argparse.Namespace) -> tuple[str, ...]:
             "as in 'weights=bf16 v=e5m2'"
         )
     for text in formats:
+        if is_real(text):
+            read_real_optimizer(text)
+            continue
         (entry,) = read_entries(text, STATE)
         exponent, _ = entry.bits
         # Formats with 8 bits of exponent have no scale, and so no blocks
@@ -261,8 +283,16 @@ def formats_to_watch(options: argparse.Namespace) -> tuple[str, ...]:
 
 def run_keep(options: argparse.Namespace, target: Target) -> int:
     """Runs a script with places kept in few bits. Returns its exit code (`code_of_change`)."""
-    if not read_entries(options.formats, (*STATE, *OPERANDS)):
+    if not options.formats.split():
         raise Refusal("formats is empty: name a place and its format, as in weights=bf16")
+    emulated, real = split_real(options.formats)
+    entries = read_entries(emulated, (*STATE, *OPERANDS))
+    if len(real) > 1:
+        raise Refusal(f"formats has {' '.join(real)}: keep one real optimizer at a time")
+    for text in real:
+        read_real_optimizer(text)
+        if taken := [entry.place for entry in entries if entry.place in STATE]:
+            raise Refusal(f"formats has {taken[0]} and {text}: leave out one, both keep {taken[0]}")
     with Attached("Keep", options.formats) as attached:
         code = target.exit_code()
     return code_of_change(attached, code)

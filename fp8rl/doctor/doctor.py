@@ -43,8 +43,10 @@ from .findings import Finding, Report, with_cures
 from .low_bit_gradients import LENGTH as LOOK_LENGTH
 from .low_bit_gradients import Operands, with_same_random_numbers
 from .pooled_optimizers import PooledOptimizers
+from .real_optimizers import is_real, read_real_optimizer
 from .sample import tensor_names
 from .verdicts import judge
+from .watched_copies import WatchedCopies
 from .watched_optimizer import WatchedOptimizer
 
 FORMATS = (
@@ -106,13 +108,16 @@ class Doctor:
         ...     optimizer.step()
         >>> doctor.report().require("weights=bf16:stochastic")
 
-    `optimizers` the optimizers to watch. A wrapper is seen through: what it has as `optimizer` or
+    `watched`    the optimizers to watch. A wrapper is seen through: what it has as `optimizer` or
                  `base_optimizer` is watched. A list of optimizers of one class that step in turn,
                  such as one for each parameter, is watched as one optimizer.
     `formats`    the places and formats to judge. Formats of operands are judged only if `look` is
                  called. For an optimizer that is not Adam or AdamW, or that uses amsgrad, only
                  weights are judged. An optimizer whose step is not in proportion to its learning
                  rate, such as LBFGS, is not judged.
+    `optimizers` real optimizers that make the same steps on copies of the parameters, and are
+                 judged by these: "torchao-8bit", "torch.optim:Adam:bf16:fused", "model=bf16", ...
+                 (real_optimizers.py). Each needs the memory of the parameters and of its state.
     `tolerates`  lowest and highest factor of the learning rate at which this training learns
                  equally well; the default is half and four times
     `length`     updates in a window
@@ -131,8 +136,9 @@ class Doctor:
 
     def __init__(
         self,
-        *optimizers: torch.optim.Optimizer | list[torch.optim.Optimizer],
+        *watched: torch.optim.Optimizer | list[torch.optim.Optimizer],
         formats: Iterable[str] = FORMATS,
+        optimizers: Iterable[str] = (),
         tolerates: tuple[float, float] = TOLERATES,
         length: int = 32,
         sample: int = 512,
@@ -140,10 +146,14 @@ class Doctor:
         names: Iterable[str] = (),
         model: nn.Module | Iterable[nn.Module] = (),
     ):
-        if not optimizers:
+        if not watched:
             raise ValueError("optimizers are missing: give one or more of torch.optim")
-        names = [*names] or [f"optimizer {i}" for i in range(len(optimizers))]
-        self.formats = tuple(formats)
+        names = [*names] or [f"optimizer {i}" for i in range(len(watched))]
+        # "torchao-8bit" stands for "optimizer=torchao-8bit"
+        optimizers = [
+            text if "=" in text.split(":")[0] else f"optimizer={text}" for text in optimizers
+        ]
+        self.formats = (*formats, *optimizers)
         if len(self.formats) != len({*self.formats}):
             raise ValueError(
                 f"formats is {' '.join(self.formats)!r}: give each place and format once, "
@@ -152,7 +162,9 @@ class Doctor:
         if type(length) is not int or length < 1:
             raise ValueError(f"length is {length!r}: use a whole number of updates, at least 1")
         self.tolerates = check_tolerance(tolerates)
-        entries = [read_format(text, (*STATE, *OPERANDS, "acting")) for text in self.formats]
+        real = [read_real_optimizer(text) for text in self.formats if is_real(text)]
+        emulated = [text for text in self.formats if not is_real(text)]
+        entries = [read_format(text, (*STATE, *OPERANDS, "acting")) for text in emulated]
         self.operands: dict[str, Operands] = {}
         self.acting: dict[str, Operands] = {}
         state = []
@@ -166,12 +178,26 @@ class Doctor:
         modules = [model] if isinstance(model, nn.Module) else [*model]
         self.modules = [weakref.ref(module) for module in modules]
         self.watched = []
-        for name, one_or_several in zip(names, optimizers, strict=True):
+        self.copies: dict[str, WatchedCopies] = {}  # by the name of their optimizer
+        for name, one_or_several in zip(names, watched, strict=True):
             is_pool = isinstance(one_or_several, list | tuple)
             several = [*one_or_several] if is_pool else [one_or_several]
             kind = PooledOptimizers if is_pool else WatchedOptimizer
             innermost = [innermost_optimizer(optimizer) for optimizer in several]
-            self.watched.append(kind(name, innermost, modules, state, length, sample, seed))
+            watched_one = kind(name, innermost, modules, state, length, sample, seed)
+            self.watched.append(watched_one)
+            if real and watched_one.is_in_proportion and not is_pool:
+                self.copies[name] = WatchedCopies(
+                    name,
+                    innermost[0],
+                    watched_one.parameters,
+                    watched_one.tensor_names,
+                    real,
+                    length,
+                    watched_one.sample,
+                )
+                watched_one.hooks += self.copies[name].install(innermost[0])
+        self.real = [entry.text for entry in real]
         self.averages: dict[str, Average] = {}
         self.looks_at_acting: list[list[ActingLook]] = []  # for each call of `act`, by format
 
@@ -348,6 +374,11 @@ class Doctor:
         for watched in self.watched:
             watched.finish()
             report += with_cures(self.findings_of(watched))
+            if self.real and watched.name not in self.copies:
+                report.notes.append(
+                    f"{watched.name}: real optimizers are not judged: its step is not in "
+                    "proportion to its learning rate, or is made by many optimizers"
+                )
             if not watched.names:
                 if trouble := watched.trouble():
                     report.notes.append(f"{watched.name}: not judged: {trouble}")
@@ -401,6 +432,9 @@ class Doctor:
                     free=free,
                     trials=trials,
                 )
+        if watched.name in self.copies:
+            for finding in self.copies[watched.name].findings(self.tolerates):
+                by_text[finding.text] = finding
         order = dict.fromkeys([*self.formats, *by_text])
         findings = [by_text[text] for text in order if text in by_text]
         if trouble := watched.trouble():

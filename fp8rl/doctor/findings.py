@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..bits.notation import OPERANDS, STATE, split_entry
 from ..bits.places import PlaceFormat
+from .real_optimizers import PLACES as REAL_PLACES
 
 AS_FLOAT32 = "as float32"
 NOT_JUDGED = "not judged"
@@ -31,7 +32,8 @@ class Finding(NamedTuple):
     `lost`       share of the numbers that stay the same over a window, or become 0, in the median
                  window
     `tensors`    the rate of each tensor by name
-    `verdict`    as float32, slower, faster, stalls, frozen tensors, too noisy, not judged
+    `verdict`    as float32, slower, faster, stalls, frozen tensors, too noisy, leaps, diverges,
+                 not judged
     `why`        the reason in words
     `cure`       another format of the same place (or of the root, for v) that was watched and
                  learns as float32 does
@@ -43,6 +45,12 @@ class Finding(NamedTuple):
                  weights move to where the format's numbers are closer together. Where the two
                  disagree, the verdict is the worse one. NaN for other places, and for stochastic
                  rounding, which does not stall.
+    `longest_step`, `longest_step_float32`, `decay_rate`, `bytes_per_parameter`, `left_in_float32`,
+    `tensor_longest_steps`, `tensor_bytes`
+                 of a real optimizer: the farthest that a number moved in one update, in learning
+                 rates, and the same of the script's own optimizer; which share of the weight decay
+                 arrives; the bytes that are kept of a parameter between updates; the names of the
+                 tensors that are kept wholly in float32; longest step and bytes by tensor
     `sample_size`, `divergence`, `horizon`
                  of a policy that acts in few bits, which has no rate: the effective sample size of
                  a token's ratio, KL(pi || mu) of a token, and the number of tokens after which the
@@ -64,6 +72,13 @@ class Finding(NamedTuple):
     tensor_rates: tuple[tuple[float, ...], ...] = ()
     tensor_noise: tuple[tuple[float, ...], ...] = ()
     free_rate: float = math.nan
+    longest_step: float = math.nan
+    longest_step_float32: float = math.nan
+    decay_rate: float = math.nan
+    bytes_per_parameter: float = math.nan
+    left_in_float32: tuple[str, ...] = ()
+    tensor_longest_steps: dict[str, float] = {}
+    tensor_bytes: dict[str, float] = {}
     sample_size: float = math.nan
     divergence: float = math.nan
     horizon: float = math.nan
@@ -93,6 +108,22 @@ class Finding(NamedTuple):
             tensor_noise=tuple(tuple(part[t] for t in numbers) for part in self.tensor_noise),
         )
 
+    def of_real_optimizer(self) -> str:
+        """What was measured of a real optimizer besides its rate; empty for other places."""
+        if math.isnan(self.longest_step):
+            return ""
+        parts = [
+            f"longest step {self.longest_step:,.3g} learning rates "
+            f"(float32 {self.longest_step_float32:,.3g})"
+        ]
+        if math.isfinite(self.decay_rate) and abs(self.decay_rate - 1) > 0.1:
+            parts.append(f"{self.decay_rate:.2f} of the weight decay arrives")
+        parts.append(f"{self.bytes_per_parameter:.3g} bytes a parameter")
+        if self.left_in_float32:
+            left = len(self.left_in_float32)
+            parts.append(f"{left} of {len(self.tensors)} tensors stay in float32")
+        return ", ".join(parts)
+
     def __str__(self) -> str:
         """The finding in one line."""
         if self.verdict == NOT_JUDGED:
@@ -100,6 +131,8 @@ class Finding(NamedTuple):
         line = f"{self.text}: {self.verdict}"
         if self.why:
             line += f": {self.why}"
+        if details := self.of_real_optimizer():
+            line += f"; {details}"
         if self.cure:
             line += f"; cure: {self.cure}"
         return line
@@ -167,8 +200,11 @@ def remedy_for(text: str) -> str:
     return ", or call the doctor's look or follow for it"
 
 
-def bits_in(finding: Finding) -> int:
-    """How many bits a number has in a finding's format."""
+def bits_in(finding: Finding) -> float:
+    """How many bits a number has in a finding's format, or is kept of a parameter by a real
+    optimizer."""
+    if finding.place in REAL_PLACES:
+        return 8 * finding.bytes_per_parameter
     form = PlaceFormat.of(finding.format).format
     return 1 + form.exponent + form.mantissa
 
@@ -199,10 +235,11 @@ def cure_of(finding: Finding, findings: list[Finding]) -> str:
     ]
     if place == "v":
         texts += [f"root={finding.format}", f"root={bare}", f"root={bare}:stochastic"]
+    alike = REAL_PLACES if place in REAL_PLACES else (place,)
     small_enough = [
         candidate
         for candidate in fine.values()
-        if candidate.place == place and bits_in(candidate) <= bits_in(finding)
+        if candidate.place in alike and bits_in(candidate) <= bits_in(finding)
     ]
     small_enough.sort(key=lambda candidate: abs(math.log(candidate.rate)))
     texts += [candidate.text for candidate in small_enough]

@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from .doctor import innermost_optimizer, optimizer_inside
+from .optimizer_copy import is_step_of_copy
 from .run_script import Refusal, first_line
 
 
@@ -89,6 +90,8 @@ class Hooks:
     def before_step(self, optimizer, args, kwargs) -> None:
         if os.getpid() != self.process:
             return  # a fork of the script
+        if is_step_of_copy():
+            return
         number = self.optimizers.number_of(optimizer)
         if number is None:
             if optimizer_inside(optimizer) is not None:
@@ -99,7 +102,7 @@ class Hooks:
         self.before(number)
 
     def after_step(self, optimizer, args, kwargs) -> None:
-        if os.getpid() != self.process:
+        if os.getpid() != self.process or is_step_of_copy():
             return
         number = self.optimizers.number_of(optimizer)
         if number is not None:

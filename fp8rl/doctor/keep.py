@@ -14,8 +14,10 @@ from ..bits.notation import OPERANDS, STATE
 from ..bits.places import NO_NOISE, places_of
 from .hooks import Change, parameters_of, refuses, seeded_generator
 from .low_bit_gradients import Operands
+from .optimizer_copy import OptimizerCopy, RandomNumbers
+from .real_optimizers import read_real_optimizer, split_real
 from .report_file import NO_STEP
-from .run_script import Refusal
+from .run_script import Refusal, first_line
 
 
 class Keep(Change):
@@ -24,11 +26,19 @@ class Keep(Change):
     Weights are rounded before the first step and after every step. Adam's moments are rounded in
     its step, which is then taken from the rounded moments. Operands are rounded in the script's
     matmuls.
+
+    A real optimizer trains in place of the script's own. It makes its steps on copies of the
+    parameters (optimizer_copy.py), and the script's parameters get the copies' numbers after every
+    step. The script's optimizer still steps, too, but what it does to the weights is overwritten.
     """
 
     def __init__(self, formats: str):
         super().__init__()
-        self.places = places_of(formats, (*STATE, *OPERANDS))
+        emulated, real = split_real(formats)
+        self.places = places_of(emulated, (*STATE, *OPERANDS))
+        self.real = read_real_optimizer(real[0]) if real else None
+        self.copies: list[OptimizerCopy | None] = []
+        self.random_numbers: RandomNumbers | None = None
         self.generator = seeded_generator()
         self.moments_kept = False
         operands = {name: self.places[name] for name in OPERANDS if name in self.places}
@@ -37,14 +47,44 @@ class Keep(Change):
     @refuses
     def begin(self, number: int) -> None:
         self.round_weights(number)
+        self.copies.append(None)
+        if self.real is not None:
+            self.make_copy(number)
+
+    def make_copy(self, number: int) -> None:
+        """Makes the real optimizer that takes the place of a script's optimizer."""
+        optimizer = self.optimizers[number]
+        if self.random_numbers is None:
+            device = optimizer.param_groups[0]["params"][0].device
+            self.random_numbers = RandomNumbers(device)
+        with self.random_numbers.in_use():
+            try:
+                self.copies[number] = OptimizerCopy(self.real, optimizer)
+            except ValueError as error:
+                raise Refusal(f"{self.name_of(number)}: {first_line(error)}") from error
+        self.give_back(number)
 
     @refuses
     def before(self, number: int) -> None:
-        pass
+        copy = self.copies[number]
+        if copy is not None:
+            copy.take_changes(self.optimizers[number])
 
     @refuses
     def after(self, number: int) -> None:
         self.round_weights(number)
+        copy = self.copies[number]
+        optimizer = self.optimizers[number]
+        # A GradScaler tells a fused optimizer in this way to skip the step.
+        if copy is None or getattr(optimizer, "found_inf", None):
+            return
+        with self.random_numbers.in_use():
+            copy.step(optimizer)
+        self.give_back(number)
+
+    def give_back(self, number: int) -> None:
+        """Gives the script's parameters the numbers of the copies."""
+        self.copies[number].give_back(self.optimizers[number])
 
     @refuses
     def after_wrapper(self, number: int) -> None:

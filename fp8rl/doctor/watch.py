@@ -16,6 +16,12 @@ FEW = 2  # an optimizer with so many parameters may be one of many, as those of 
 MANY = 8  # so many of them are taken as one
 
 
+def parts_of(doctor: Doctor) -> list:
+    """What a doctor of one optimizer, or of one pool, wants to be told of its steps."""
+    watched = doctor.watched[0]
+    return [watched, *doctor.copies.values()] if watched.is_in_proportion else []
+
+
 class Patient:
     """An optimizer that is watched, or a pool of many small ones that is watched as one.
 
@@ -141,11 +147,13 @@ class Watch(Hooks):
         # The doctor's hooks are called by this class, which catches their errors.
         doctor.stop()
         patient.doctor = doctor
-        watched = doctor.watched[0]
-        for optimizer in optimizers:
-            optimizer.register_load_state_dict_post_hook(
-                lambda optimizer: self.guarded(patient, watched.after_loading, optimizer)
-            )
+        for part in parts_of(doctor):
+            for optimizer in optimizers:
+                optimizer.register_load_state_dict_post_hook(
+                    lambda optimizer, part=part: self.guarded(
+                        patient, part.after_loading, optimizer
+                    )
+                )
 
     def guarded(self, patient: Patient, function, *arguments) -> None:
         """Calls a hook of a doctor. A doctor that fails no longer watches, and is noted."""
@@ -166,17 +174,15 @@ class Watch(Hooks):
         if not patient.name and self.steps[number] > 0:
             self.watch_pool(patient)
         if patient.doctor is not None:
-            watched = patient.doctor.watched[0]
-            if watched.is_in_proportion:
-                self.guarded(patient, watched.before_step, self.optimizers[number], (), {})
+            for part in parts_of(patient.doctor):
+                self.guarded(patient, part.before_step, self.optimizers[number], (), {})
 
     def after(self, number: int) -> None:
         self.steps[number] += 1
         patient = self.patients[number]
         if patient.doctor is not None:
-            watched = patient.doctor.watched[0]
-            if watched.is_in_proportion:
-                self.guarded(patient, watched.after_step, self.optimizers[number], (), {})
+            for part in parts_of(patient.doctor):
+                self.guarded(patient, part.after_step, self.optimizers[number], (), {})
 
     def report(self) -> Report:
         """The findings of the optimizers that the script had to the end, notes on the others."""

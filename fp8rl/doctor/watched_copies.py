@@ -1,0 +1,373 @@
+"""Real optimizers that are watched beside a script's optimizer, each on its own copy.
+
+The script trains in float32 and is not changed. After each of its steps, every copy makes a step
+with the same gradients (optimizer_copy.py). Over windows of updates, how far a copy's weights move
+is compared with how far the script's move, on a sample of each tensor's numbers. That gives a rate,
+as for every place (doctor.py). Besides the rate, these are measured on whole tensors:
+
+    longest step   the farthest that a number moved in one update, in learning rates; of parameters
+                   in 16 bits, what rounding alone may move them is taken off
+    bytes          what is kept of a parameter between updates
+    weight decay   which share of it arrives, on a tensor of its own whose gradients are 0
+
+A copy needs the memory of its parameters and its state. All copies together need one more copy of
+the script's float32 parameters.
+"""
+
+import math
+import weakref
+
+import numpy as np
+import torch
+
+from .findings import AS_FLOAT32, NOT_JUDGED, Finding
+from .optimizer_copy import OptimizerCopy, RandomNumbers
+from .real_optimizers import RealOptimizer
+from .run_script import first_line
+from .sample import Sample, WindowSums
+from .verdicts import judge
+
+LEAP = 10  # a step that is longer than so many of the script's longest ones is a leap
+# How long weight decay is followed: until it has taken this share, but within these updates
+DECAY_SHARE = 0.1
+DECAY_STEPS = 64, 256
+MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
+
+
+class WatchedCopy:
+    """A copy that is watched, and what was measured of it.
+
+    `windows`   measurements of each window
+    `longest`   the longest step of each of the T tensors, in learning rates
+    `reason`    why it is not judged; empty if it is
+    `diverged`  the update at which its weights were no longer finite; 0 if they are
+    """
+
+    def __init__(self, entry: RealOptimizer, tensors: int):
+        self.entry = entry
+        self.copy: OptimizerCopy | None = None
+        self.windows: list[WindowSums] = []
+        self.longest = torch.zeros(tensors)
+        self.reason = ""
+        self.diverged = 0
+        self.start: np.ndarray | None = None  # sampled weights at the beginning of the window
+
+
+class WatchedCopies:
+    """The copies of one optimizer of a script.
+
+    `name`          name of the optimizer in reports
+    `optimizer`     the script's optimizer
+    `parameters`    its T parameters that are measured, float32
+    `tensor_names`  their names
+    `entries`       which real optimizers
+    `length`        updates in a window
+    `sample`        which numbers of each tensor are measured
+
+    Optimizer and parameters are held by weak references.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        parameters: list[torch.Tensor],
+        tensor_names: list[str],
+        entries: list[RealOptimizer],
+        length: int,
+        sample: Sample,
+    ):
+        self.name = name
+        self.reference = weakref.ref(optimizer)
+        self.references = [weakref.ref(p) for p in parameters]
+        self.keys = [id(p) for p in parameters]
+        self.tensor_names = tensor_names
+        self.length = length
+        self.sample = sample
+        self.copies = [WatchedCopy(entry, len(parameters)) for entry in entries]
+        self.random_numbers = RandomNumbers(parameters[0].device)
+        self.longest = torch.zeros(len(parameters))  # the script's own longest steps
+        self.group = groups_of(optimizer, self.keys)
+        self.decaying = None  # the settings of the group with the most weight decay
+        self.script_class = type(optimizer)
+        self.updates = 0
+        self.learning_rates = 0.0  # their sum over the updates, in the decaying group
+        self.last: list[torch.Tensor] | None = None  # the script's weights after its last step
+
+    def install(self, optimizer: torch.optim.Optimizer) -> list:
+        """Registers the hooks with the script's optimizer. Returns their handles."""
+        return [
+            optimizer.register_step_pre_hook(torch.compiler.disable(self.before_step)),
+            optimizer.register_step_post_hook(torch.compiler.disable(self.after_step)),
+            optimizer.register_load_state_dict_post_hook(self.after_loading),
+        ]
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The script's parameters; none once it has dropped one of them."""
+        parameters = [reference() for reference in self.references]
+        return [] if any(p is None for p in parameters) else parameters
+
+    @property
+    def active(self) -> list[WatchedCopy]:
+        """The copies that still make steps."""
+        return [watched for watched in self.copies if watched.copy is not None]
+
+    @torch.no_grad()
+    def before_step(self, optimizer, args=(), kwargs=None) -> None:
+        """Makes the copies at the first step. Later it moves them as other code has moved the
+        script's weights since the last step."""
+        parameters = self.parameters
+        if not parameters:
+            return
+        if self.last is None:
+            self.begin(optimizer, parameters)
+            return
+        for t, p in enumerate(parameters):
+            if p._version == self.versions[t]:
+                continue
+            by = p.detach() - self.last[t]
+            self.last[t].copy_(p)
+            if not by.any():
+                continue
+            self.displaced[t] += self.sample.read_one(t, by).cpu().numpy()
+            for watched in self.active:
+                copy = watched.copy.parameters[self.keys[t]]
+                before = self.sample.read_one(t, copy).float()
+                copy.add_(by.to(copy.dtype))
+                moved = self.sample.read_one(t, copy).float() - before
+                watched.displaced[t] += moved.cpu().numpy()
+
+    def begin(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+        """Makes the copies, and begins a window."""
+        self.last = [p.detach().clone() for p in parameters]
+        self.versions = [p._version for p in parameters]
+        with self.random_numbers.in_use():
+            for watched in self.copies:
+                if watched.reason:
+                    continue
+                try:
+                    watched.copy = OptimizerCopy(watched.entry, optimizer)
+                except Exception as error:
+                    watched.reason = self.failure(watched, error, "could not be made")
+        decays = [
+            (group.get("weight_decay") or 0) * float(group["lr"])
+            for group in optimizer.param_groups
+        ]
+        self.decaying_group = int(np.argmax(decays))
+        self.begin_window(optimizer, parameters)
+
+    def failure(self, watched: WatchedCopy, error: Exception, what: str) -> str:
+        """Why a copy is not judged, in one line."""
+        if isinstance(error, ValueError) and str(error).startswith(watched.entry.text):
+            return first_line(error).removeprefix(f"{watched.entry.text}: ")
+        return f"it {what} ({type(error).__name__}: {first_line(error)})"
+
+    def begin_window(self, optimizer, parameters: list[torch.Tensor]) -> None:
+        self.count = 0
+        self.start = self.weights_of(optimizer, parameters)
+        self.displaced = np.zeros_like(self.start)
+        for watched in self.active:
+            watched.start = self.weights_of(watched.copy.optimizer, self.of_copy(watched))
+            watched.displaced = np.zeros_like(self.start)
+
+    def of_copy(self, watched: WatchedCopy) -> list[torch.Tensor]:
+        """A copy's parameters, in the order of the script's."""
+        return [watched.copy.parameters[key] for key in self.keys]
+
+    def weights_of(self, optimizer, parameters: list[torch.Tensor]) -> np.ndarray:
+        """The sampled weights [T, P] with which an optimizer would be evaluated.
+
+        They are the parameters, but for Schedule-Free, which evaluates x. In training its
+        parameters are y = (1 - beta1) z + beta1 x (Defazio et al. 2024, "The Road Less Scheduled").
+        """
+        y = self.sample.take(parameters)
+        if not optimizer.param_groups[0].get("train_mode"):
+            return y
+        states = [optimizer.state.get(p, {}) for p in parameters]
+        z = self.sample.take([s.get("z", p) for s, p in zip(states, parameters, strict=True)])
+        beta1 = float(optimizer.param_groups[0]["betas"][0])
+        return y + (1 - 1 / beta1) * (z - y)
+
+    @torch.no_grad()
+    def after_step(self, optimizer, args=(), kwargs=None) -> None:
+        """Lets every copy make the step that the script has made, and measures them."""
+        parameters = self.parameters
+        # A GradScaler tells a fused optimizer in this way to skip the step.
+        if not parameters or self.last is None or getattr(optimizer, "found_inf", None):
+            return
+        self.updates += 1
+        self.count += 1
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.learning_rates += rates[self.decaying_group]
+        lr = torch.tensor([rates[g] for g in self.group])
+        self.longest = torch.maximum(self.longest, longest_steps(self.last, parameters, lr))
+        with self.random_numbers.in_use():
+            for watched in self.active:
+                self.step(watched, optimizer, lr)
+        torch._foreach_copy_(self.last, parameters)
+        self.versions = [p._version for p in parameters]
+        if self.count == self.length:
+            self.end_window(optimizer, parameters)
+
+    def step(self, watched: WatchedCopy, optimizer, lr: torch.Tensor) -> None:
+        """Lets one copy make a step. A copy that fails makes no more."""
+        parameters = self.of_copy(watched)
+        before = [p.detach().clone() for p in parameters]
+        try:
+            watched.copy.step(optimizer)
+        except Exception as error:
+            watched.copy = None
+            watched.reason = self.failure(watched, error, f"failed in step {self.updates}")
+            return
+        longest = longest_steps(before, parameters, lr, watched.longest)
+        watched.longest = torch.maximum(watched.longest, longest)
+        if not longest.isfinite().all():
+            watched.diverged = self.updates
+            self.note_sizes(watched)
+            watched.copy = None
+        elif self.updates == 1:
+            self.note_sizes(watched)
+
+    def note_sizes(self, watched: WatchedCopy) -> None:
+        """Notes what a copy keeps of each tensor."""
+        watched.bytes = [watched.copy.bytes_of(key) for key in self.keys]
+        watched.in_float32 = [watched.copy.is_in_float32(key) for key in self.keys]
+
+    def end_window(self, optimizer, parameters: list[torch.Tensor]) -> None:
+        true = self.weights_of(optimizer, parameters) - self.start - self.displaced
+        for watched in self.active:
+            weights = self.weights_of(watched.copy.optimizer, self.of_copy(watched))
+            moved = weights - watched.start - watched.displaced
+            lost = (moved == 0) & (true != 0)
+            sums = WindowSums.of(moved[None], true, lost[None])
+            watched.windows.append(sums.of_row(0))
+        self.begin_window(optimizer, parameters)
+
+    def after_loading(self, optimizer) -> None:
+        """Begins again with new copies, because the script has loaded another state."""
+        self.last = None
+
+    def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
+        """The finding of each copy, in the order of the entries, without cures."""
+        return [self.finding_of(watched, tolerates) for watched in self.copies]
+
+    def finding_of(self, watched: WatchedCopy, tolerates: tuple[float, float]) -> Finding:
+        text = watched.entry.text
+        if watched.reason:
+            return Finding.without_rates(self.name, text, NOT_JUDGED, watched.reason)
+        finding = judge(
+            self.name,
+            text,
+            watched.windows,
+            self.sample,
+            self.tensor_names,
+            tolerates,
+            self.length,
+        )
+        if watched.diverged:
+            why = f"its weights became infinite or NaN at update {watched.diverged}"
+            finding = finding._replace(verdict="diverges", why=why)
+        if not hasattr(watched, "bytes"):
+            return finding
+        numbers = np.asarray(self.sample.sizes)
+        longest = float(watched.longest.max())
+        own = float(self.longest.max())
+        if longest > LEAP * own > 0 and finding.verdict in (AS_FLOAT32, "too noisy"):
+            finding = finding._replace(verdict="leaps")
+        return finding._replace(
+            longest_step=longest,
+            longest_step_float32=own,
+            bytes_per_parameter=sum(watched.bytes) / float(numbers.sum()),
+            left_in_float32=tuple(
+                name
+                for name, left in zip(self.tensor_names, watched.in_float32, strict=True)
+                if left
+            ),
+            decay_rate=self.decay_rate(watched),
+            tensor_longest_steps=by_name(self.tensor_names, watched.longest.tolist()),
+            tensor_bytes=by_name(self.tensor_names, (watched.bytes / numbers).tolist()),
+        )
+
+    def decay_rate(self, watched: WatchedCopy) -> float:
+        """Which share of the weight decay arrives; NaN without weight decay.
+
+        The script's class in float32 and the real optimizer both train a tensor of 64 x 64 numbers
+        with gradients of 0, at the training's mean learning rate. Weight decay is all that moves
+        it. The share is <d', d> / <d, d>, as for every rate.
+        """
+        optimizer = self.reference()
+        if optimizer is None or self.updates == 0:
+            return math.nan
+        group = optimizer.param_groups[self.decaying_group]
+        lr = self.learning_rates / self.updates
+        per_update = lr * float(group.get("weight_decay") or 0)
+        if per_update == 0:
+            return math.nan
+        least, most = DECAY_STEPS
+        steps = int(min(max(DECAY_SHARE / per_update, least), most))
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        weights = torch.randn(64, 64, generator=generator, dtype=torch.float32, device="cpu")
+        own = RealOptimizer("model=fp32", "", {}, "", {}, False)
+        try:
+            with self.random_numbers.in_use():
+                start = torch.nn.Parameter(weights.to(self.random_numbers.device))
+                scheduled = with_one_parameter(optimizer, group, start, lr)
+                copies = [OptimizerCopy(entry, scheduled) for entry in (own, watched.entry)]
+                # Copies, because the parameters change in place
+                before = [copy.parameters[id(start)].detach().float().clone() for copy in copies]
+                start.grad = torch.zeros_like(start)
+                for _ in range(steps):
+                    for copy in copies:
+                        copy.step(scheduled)
+                after = [copy.parameters[id(start)].detach().float() for copy in copies]
+        except Exception:  # the decay is a note; the rate stands without it
+            return math.nan
+        true, moved = (b - a for a, b in zip(before, after, strict=True))
+        return float((moved * true).sum() / true.square().sum())
+
+
+def with_one_parameter(optimizer, group: dict, parameter, lr: float) -> torch.optim.Optimizer:
+    """An object with the class and the settings of an optimizer, and one parameter. It makes no
+    step."""
+    alone = object.__new__(type(optimizer))
+    vars(alone).update(vars(optimizer))
+    alone.param_groups = [{**group, "params": [parameter], "lr": lr}]
+    alone.state = {}
+    return alone
+
+
+def by_name(names: list[str], values: list[float]) -> dict[str, float]:
+    return dict(zip(names, values, strict=True))
+
+
+def groups_of(optimizer: torch.optim.Optimizer, keys: list[int]) -> list[int]:
+    """The number of the parameter group of each parameter, by identity."""
+    number = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    return [number[key] for key in keys]
+
+
+def longest_steps(
+    before: list[torch.Tensor],
+    after: list[torch.Tensor],
+    lr: torch.Tensor,
+    known: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The farthest that a number of each tensor has moved, in learning rates, float32 [T].
+
+    In 16 bits, a number moves by whole spacings, however short the step. So one spacing is taken
+    off. That is computed only where the result may be longer than `known`.
+    """
+    moved = torch._foreach_sub(after, before)
+    distance = torch.stack(torch._foreach_norm(moved, math.inf)).float().cpu()
+    longest = torch.where(lr > 0, distance / lr, 0)
+    mantissa = MANTISSA.get(after[0].dtype)
+    if mantissa is None:
+        return longest
+    for t in torch.nonzero(longest > known).flatten().tolist():
+        farther = torch.maximum(before[t].abs(), after[t].abs()).float()
+        _, exponent = torch.frexp(farther)  # farther = fraction 2^exponent, fraction below 1
+        spacing = torch.exp2((exponent - 1 - mantissa).float())
+        distance = (after[t].float() - before[t].float()).abs() - spacing
+        longest[t] = distance.max().clamp(min=0).cpu() / lr[t]
+    return longest
