@@ -1,16 +1,17 @@
 """What do optimizers, averages and sums that people really run do in few bits?
 
 Every line runs the package itself on a CPU, in one thread, and gives a figure beside float32's. The
-trainings are the smallest that show it: a tensor of 4,096 weights, mostly all equal, and gradients
-that are given. So a figure says what the arithmetic does, and not how often a network meets it.
+trainings are the smallest that show it: a tensor of weights that are all equal at first, and
+gradients that are given. So a figure says what the arithmetic does, and not how often a network
+meets it. The last column is what the doctor says of a training in float32 with such gradients, when
+it is asked for the same optimizer.
 
     python benchmarks/real_stacks.py benchmarks/results/real_stacks.md
 
-It takes about five minutes, most of which torch.compile takes. The page docs/real_stacks.md says
-what to do instead.
+It takes some minutes, most of which torch.compile takes, and keeps what it has measured in
+real_stacks.csv. The page docs/real_stacks.md says what to do instead.
 """
 
-import copy
 import importlib
 import importlib.metadata
 import importlib.util
@@ -23,34 +24,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from files import table_of
+from files import Journal, table_of
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
 
 from fp8rl.cli.throughput import origin
+from fp8rl.doctor import Doctor
 
-PACKAGES = (
-    "torchao",
-    "bitsandbytes",
-    "torch-optimi",
-    "heavyball",
-    "schedulefree",
-    "pytorch_optimizer",
-    "ema-pytorch",
-)
-# What a package is called where it is imported
-MODULES = {
-    "torchao": "torchao.optim",
+# What is imported -> its name for pip
+PACKAGES = {
+    "torchao": "torchao",
     "bitsandbytes": "bitsandbytes",
-    "torch-optimi": "optimi",
+    "optimi": "torch-optimi",
     "heavyball": "heavyball",
     "schedulefree": "schedulefree",
     "pytorch_optimizer": "pytorch_optimizer",
-    "ema-pytorch": "ema_pytorch",
+    "ema_pytorch": "ema-pytorch",
 }
-COLUMNS = "package", "what is run", "figure", "in few bits", "in float32"
+COLUMNS = "section", "package", "what is run", "figure", "in few bits", "in float32", "the doctor"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPE = 64, 64  # the smallest tensor that 8-bit optimizers do not leave in float32
+SMALL = 8, 8  # for all others
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -65,7 +59,7 @@ class Training(NamedTuple):
     gradient: Callable[[int, Tensor], Tensor | float]
     steps: int
     start: float = 1.0
-    shape: tuple[int, ...] = SHAPE
+    shape: tuple[int, ...] = SMALL
 
     def weights(self, dtype: torch.dtype = FP32) -> nn.Parameter:
         """The weights at the beginning."""
@@ -87,27 +81,74 @@ class Training(NamedTuple):
         """
         weights = self.weights(dtype)
         optimizer = make([weights])
+        take_step = step(optimizer) if step else optimizer.step
+        self.train(weights, optimizer, take_step, scheduler(optimizer) if scheduler else None)
+        return weights, optimizer
+
+    def train(self, weights: nn.Parameter, optimizer, take_step: Callable, schedule=None) -> None:
+        """Takes the steps."""
         if hasattr(optimizer, "train"):  # Schedule-Free
             optimizer.train()
-        take_step = step(optimizer) if step else optimizer.step
-        schedule = scheduler(optimizer) if scheduler else None
         for t in range(self.steps):
-            gradient = self.gradient(t, weights.detach().float())
-            weights.grad = torch.as_tensor(gradient).expand(self.shape).to(dtype).clone()
+            gradient = torch.as_tensor(self.gradient(t, weights.detach().float()))
+            weights.grad = gradient.expand(self.shape).to(weights.dtype).clone()
             take_step()
             if schedule:
                 schedule.step()
-        return weights, optimizer
+
+    def doctor(self, make: MakeOptimizer, entry: str) -> Callable[[], str]:
+        """What measures what the doctor says of an entry such as model=bf16, in this training in
+        float32."""
+
+        def finding() -> str:
+            weights = self.weights()
+            optimizer = make([weights])
+            doctor = Doctor(optimizer, formats=(entry,))
+            self.train(weights, optimizer, optimizer.step)
+            (finding,) = doctor.report()
+            if finding.verdict == "not judged":
+                return f"{entry}: not judged: {finding.why}"
+            parts = [f"{entry}: {finding.verdict}", f"rate {finding.rate:.2f}"]
+            if finding.longest_step > 2 * finding.longest_step_float32:
+                longest = f"{finding.longest_step:,.3g} ({finding.longest_step_float32:,.3g})"
+                parts.append(f"longest step {longest} learning rates")
+            if abs(finding.decay_rate - 1) > 0.1:
+                parts.append(f"{finding.decay_rate:.2f} of the decay")
+            if finding.left_in_float32:
+                parts.append("left in float32")
+            return ", ".join(parts)
+
+        return finding
 
 
-class Line(NamedTuple):
-    """A row of a table."""
+class Section:
+    """The lines of one table. Those that are in the journal are not measured again."""
 
-    package: str
-    run: str
-    figure: str
-    few_bits: str
-    float32: str
+    def __init__(self, name: str, journal: Journal):
+        self.name = name
+        self.journal = journal
+        self.done = journal.done("section", "package", "what is run", "figure")
+
+    def add(
+        self,
+        package: str,
+        run: str,
+        figure: str,
+        few_bits: Callable[[], str],
+        float32: Callable[[], str],
+        doctor: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Measures a line: the figure in few bits and in float32, and what the doctor says."""
+        names = self.name, package, run, figure
+        if names in self.done:
+            return
+        cells = [*names, few_bits(), float32(), doctor()]
+        print(" | ".join(cells[1:]), flush=True)
+        self.journal.add(dict(zip(COLUMNS, cells, strict=True)))
+
+    def table(self) -> str:
+        rows = [row for row in self.journal.rows() if row["section"] == self.name]
+        return table_of(COLUMNS[1:], [list(row.values())[1:] for row in rows])
 
 
 def constant(gradient: float) -> Callable[[int, Tensor], float]:
@@ -120,7 +161,8 @@ def noise(mean: float = 0.0, scale: float = 1.0) -> Callable[[int, Tensor], Tens
 
     def gradient(t: int, weights: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(t)
-        return mean + scale * torch.randn(weights.shape, generator=generator)
+        draw = torch.randn(weights.shape, generator=generator, dtype=FP32)
+        return mean + scale * draw
 
     return gradient
 
@@ -169,61 +211,83 @@ def mean(x: Tensor) -> float:
 
 def number(x: float) -> str:
     """Three digits are enough."""
-    return f"{x:.3g}"
+    return f"{x:,.0f}" if 100 <= abs(x) < 1e6 else f"{x:.3g}"
 
 
-def end(training: Training, make: MakeOptimizer, dtype: torch.dtype = FP32, **options) -> str:
-    """The mean of the weights at the end, as text."""
-    weights, _ = training.run(make, dtype, **options)
-    return number(mean(weights))
+def mean_at_end(
+    training: Training, make: MakeOptimizer, dtype=FP32, **options
+) -> Callable[[], str]:
+    """What measures the mean of the weights at the end of a training."""
+    return lambda: number(mean(training.run(make, dtype, **options)[0]))
 
 
-def torch_optimizers() -> list[Line]:
+def of_state(training: Training, make: MakeOptimizer, dtype, name: str) -> Callable[[], str]:
+    """What measures the mean of a part of the optimizer's state at the end of a training."""
+
+    def measure() -> str:
+        weights, optimizer = training.run(make, dtype)
+        return number(mean(optimizer.state[weights][name]))
+
+    return measure
+
+
+def torch_optimizers(section: Section) -> None:
     """torch's own optimizers on parameters of 16 bits, as after model.bfloat16()."""
-    lines = []
 
-    def add(run: str, figure: str, few_bits: str, float32: str) -> None:
-        lines.append(Line("torch", run, figure, few_bits, float32))
+    def add(
+        run: str, figure: str, few_bits: Callable, float32: Callable, doctor=lambda: ""
+    ) -> None:
+        section.add("torch", run, figure, few_bits, float32, doctor)
 
     # v is the second moment. Its step, 0.001 of the distance, is less than half a place of bfloat16.
-    peak = Training(falling(2_000), 2_000)
-    later = Training(falling(2_000), 7_000)
+    falls_after = falling(2_000)
 
-    def v_left(dtype: torch.dtype) -> str:
-        v = [mean(training.run(adam(lr=0.0), dtype)[1].state_dict()["state"][0]["exp_avg_sq"])
-             for training in (peak, later)]
-        return number(v[1] / v[0])
+    def v_left(dtype: torch.dtype) -> Callable[[], str]:
+        def measure() -> str:
+            v = []
+            for steps in (2_000, 7_000):
+                weights, optimizer = Training(falls_after, steps).run(adam(lr=0.0), dtype)
+                v.append(mean(optimizer.state[weights]["exp_avg_sq"]))
+            return number(v[1] / v[0])
+
+        return measure
 
     add(
         "Adam, beta2 0.999, bf16, loop",
         "v, 5,000 steps after the gradient fell from 1 to 1e-3, of its peak",
         v_left(BF16),
         v_left(FP32),
+        Training(falling(500), 4_000, 0.0).doctor(adam(lr=1e-3), "model=bf16:loop"),
     )
     for how in ("loop", "fused"):
         for steps in (5_000, 30_000):
-            training = Training(noise(), steps)
-            v = {}
-            for dtype in (BF16, FP32):
-                fused = how == "fused" and dtype == BF16
-                weights, optimizer = training.run(adam(lr=0.0, fused=fused), dtype)
-                v[dtype] = number(mean(optimizer.state[weights]["exp_avg_sq"]))
+            training = Training(noise(), steps, shape=(16, 16))
+            watched = Training(noise(0.1), 4_000, 0.0)
             add(
                 f"Adam, beta2 0.999, bf16, {how}",
                 f"v of gradients from N(0, 1), after {steps:,} steps",
-                v[BF16],
-                v[FP32],
+                of_state(training, adam(lr=0.0, fused=how == "fused"), BF16, "exp_avg_sq"),
+                of_state(training, adam(lr=0.0), FP32, "exp_avg_sq"),
+                watched.doctor(adam(lr=1e-3), f"model=bf16:{how}"),
             )
 
     # A step of 0.003 from 1.0 on, where numbers of bfloat16 are 0.0039 and 0.0078 apart
     falls = Training(constant(1.0), 1_000)
     figure = "weight 1.0 after 1,000 steps of 0.003"
-    of_float32 = end(falls, adam(lr=3e-3))
     for how in ("loop", "foreach", "fused"):
         options = {} if how == "loop" else {how: True}
-        add(f"Adam, bf16, {how}", figure, end(falls, adam(lr=3e-3, **options), BF16), of_float32)
+        add(
+            f"Adam, bf16, {how}",
+            figure,
+            mean_at_end(falls, adam(lr=3e-3, **options), BF16),
+            mean_at_end(falls, adam(lr=3e-3)),
+            falls.doctor(adam(lr=3e-3), f"model=bf16:{how}"),
+        )
     add(
-        "Adam, bf16, compiled step", figure, end(falls, adam(lr=3e-3), BF16, step=compiled), of_float32
+        "Adam, bf16, compiled step",
+        figure,
+        mean_at_end(falls, adam(lr=3e-3), BF16, step=compiled),
+        mean_at_end(falls, adam(lr=3e-3)),
     )
 
     def one_cycle(momentum: bool) -> Callable:
@@ -236,116 +300,114 @@ def torch_optimizers() -> list[Line]:
         add(
             f"Adam, bf16, compiled step, OneCycleLR that cycles {cycles}",
             "weight 1.0 after 1,000 steps of at most 0.003",
-            end(falls, adam(lr=3e-3), BF16, step=compiled, scheduler=one_cycle(momentum)),
-            end(falls, adam(lr=3e-3), scheduler=one_cycle(momentum)),
+            mean_at_end(falls, adam(lr=3e-3), BF16, step=compiled, scheduler=one_cycle(momentum)),
+            mean_at_end(falls, adam(lr=3e-3), scheduler=one_cycle(momentum)),
         )
-    add(
-        "NAdam, bf16",
-        figure,
-        end(falls, lambda parameters: torch.optim.NAdam(parameters, lr=3e-3), BF16),
-        end(falls, lambda parameters: torch.optim.NAdam(parameters, lr=3e-3)),
-    )
-    add(
-        "Muon, bf16",
-        "weights 1.0 after 1,000 steps at the learning rate 0.003",
-        end(falls, lambda parameters: torch.optim.Muon(parameters, lr=3e-3), BF16),
-        end(falls, lambda parameters: torch.optim.Muon(parameters, lr=3e-3)),
-    )
+
+    def made(kind: type, **options) -> MakeOptimizer:
+        return lambda parameters: kind(parameters, **options)
+
+    for kind in (torch.optim.NAdam, torch.optim.Muon):
+        make = made(kind, lr=3e-3)
+        add(
+            f"{kind.__name__}, bf16",
+            "weight 1.0 after 1,000 steps at the learning rate 0.003",
+            mean_at_end(falls, make, BF16),
+            mean_at_end(falls, make),
+            falls.doctor(make, "model=bf16"),
+        )
 
     # Weight decay
     decays = Training(constant(0.0), 1_000)
     for how in ("loop", "foreach", "fused"):
         options = {} if how == "loop" else {how: True}
-
-        def adamw(parameters: list, options: dict = options) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.1, **options)
-
         add(
             f"AdamW, bf16, {how}",
             "weight 1.0 after 1,000 steps of a decay of 0.002",
-            end(decays, adamw, BF16),
-            end(decays, adamw),
+            mean_at_end(
+                decays, made(torch.optim.AdamW, lr=0.02, weight_decay=0.1, **options), BF16
+            ),
+            mean_at_end(decays, made(torch.optim.AdamW, lr=0.02, weight_decay=0.1)),
+            decays.doctor(made(torch.optim.AdamW, lr=0.02, weight_decay=0.1), f"model=bf16:{how}"),
         )
 
     # Learning rates from tiny to absurd
-    short = Training(noise(), 20)
-    for dtype in (BF16, FP16):
-
-        def moved(dtype: torch.dtype) -> str:
+    def share_that_moves(dtype: torch.dtype) -> Callable[[], str]:
+        def measure() -> str:
             shares = []
             for learning_rate in (1e-3, 1.0, 1e3):
-                weights, _ = short.run(
-                    lambda parameters, lr=learning_rate: torch.optim.SGD(
-                        parameters, lr=lr, momentum=0.9, fused=True
-                    ),
-                    dtype,
-                )
-                shares.append(mean(weights != 1.0))
-            return ", ".join(f"{share:.0%}" for share in shares)
+                make = made(torch.optim.SGD, lr=learning_rate, momentum=0.9, fused=True)
+                weights, _ = Training(noise(), 20).run(make, dtype)
+                shares.append(f"{mean(weights != 1.0):.0%}")
+            return ", ".join(shares)
 
-        name = "bf16" if dtype == BF16 else "fp16"
+        return measure
+
+    for name, dtype in (("bf16", BF16), ("fp16", FP16)):
+        make = made(torch.optim.SGD, lr=0.1, momentum=0.9)
         add(
             f"SGD, {name}, fused",
             "weights that move in 20 steps, at the learning rates 0.001, 1 and 1,000",
-            moved(dtype),
-            moved(FP32),
+            share_that_moves(dtype),
+            share_that_moves(FP32),
+            Training(noise(), 200).doctor(make, f"model={name}:fused"),
         )
 
-    # Moments that overflow, underflow or cancel
+    # Moments that underflow, stop or cancel
     small = Training(constant(1e-3), 300)
     add(
         "Adam, fp16",
         "weight 1.0 after 300 steps of 0.003 with gradients of 1e-3",
-        end(small, adam(lr=3e-3), FP16),
-        end(small, adam(lr=3e-3)),
+        mean_at_end(small, adam(lr=3e-3), FP16),
+        mean_at_end(small, adam(lr=3e-3)),
+        small.doctor(adam(lr=3e-3), "model=fp16"),
     )
+    adagrad = made(torch.optim.Adagrad, lr=1e-2)
+    ones = Training(constant(1.0), 10_000, 0.0)
+    add(
+        "Adagrad, bf16",
+        "sum of 10,000 squared gradients of 1",
+        of_state(ones, adagrad, BF16, "sum"),
+        of_state(ones, adagrad, FP32, "sum"),
+        Training(constant(1.0), 4_000, 0.0).doctor(adagrad, "model=bf16"),
+    )
+    rmsprop = made(torch.optim.RMSprop, lr=1e-4, alpha=0.95, centered=True)
+    drift = Training(noise(1.0, 0.1), 300, shape=(16, 16))
 
-    def adagrad(parameters: list) -> torch.optim.Optimizer:
-        return torch.optim.Adagrad(parameters, lr=1e-2)
+    def share_of_nan(dtype: torch.dtype) -> Callable[[], str]:
+        return lambda: f"{mean(drift.run(rmsprop, dtype)[0].isnan()):.0%}"
 
-    sums = {}
-    for dtype in (BF16, FP32):
-        weights, optimizer = Training(constant(1.0), 10_000, 0.0).run(adagrad, dtype)
-        sums[dtype] = f"{mean(optimizer.state[weights]['sum']):,.0f}"
-    add("Adagrad, bf16", "sum of 10,000 squared gradients of 1", sums[BF16], sums[FP32])
-
-    def centered(parameters: list) -> torch.optim.Optimizer:
-        return torch.optim.RMSprop(parameters, lr=1e-4, alpha=0.95, centered=True)
-
-    nans = {}
-    for dtype in (BF16, FP32):
-        weights, _ = Training(noise(1.0, 0.1), 300).run(centered, dtype)
-        nans[dtype] = f"{mean(weights.isnan()):.0%}"
     add(
         "RMSprop, centered, bf16",
         "weights that are NaN after 300 gradients from N(1, 0.1)",
-        nans[BF16],
-        nans[FP32],
+        share_of_nan(BF16),
+        share_of_nan(FP32),
+        drift.doctor(rmsprop, "model=bf16"),
     )
-
+    adafactor = made(torch.optim.Adafactor, lr=1e-2)
     for size in (1e-2, 1e-3, 1e-4):
-        distances = {}
-        for dtype in (BF16, FP32):
-            training = Training(noise(0.0, size), 100, 0.1)
-            weights, _ = training.run(
-                lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2), dtype
-            )
-            distances[dtype] = number((weights.detach().float() - 0.1).norm().item())
+        training = Training(noise(size, size), 100, 0.1)
         add(
             "Adafactor, bf16",
-            f"distance after 100 steps with gradients from N(0, {size:g})",
-            distances[BF16],
-            distances[FP32],
+            f"weight 0.1 after 100 steps with gradients from N({size:g}, {size:g})",
+            mean_at_end(training, adafactor, BF16),
+            mean_at_end(training, adafactor),
+            training.doctor(adafactor, "model=bf16"),
         )
-    return lines
 
 
-def averages() -> list[Line]:
+def averages(section: Section) -> None:
     """Running averages of a model in bfloat16, and sums of its gradients."""
-    lines = []
 
-    def add(package: str, run: str, figure: str, measure: Callable[[torch.dtype], float]) -> None:
-        lines.append(Line(package, run, figure, number(measure(BF16)), number(measure(FP32))))
+    def add(package: str, run: str, figure: str, measure: Callable, doctor=lambda: "") -> None:
+        section.add(
+            package,
+            run,
+            figure,
+            lambda: number(measure(BF16)),
+            lambda: number(measure(FP32)),
+            doctor,
+        )
 
     def averaged(steps: int, **options) -> Callable[[torch.dtype], float]:
         """The average of a weight that jumps from 1 to 2."""
@@ -362,15 +424,15 @@ def averages() -> list[Line]:
 
         return measure
 
-    for decay, steps in ((0.999, 5_000), (0.99, 5_000)):
+    for decay in (0.999, 0.99):
         for name in ("get_ema_avg_fn", "get_ema_multi_avg_fn"):
             function = getattr(swa_utils, name)(decay)
             option = {"multi_avg_fn" if "multi" in name else "avg_fn": function}
             add(
                 "torch",
                 f"AveragedModel of a bf16 model, {name}({decay})",
-                f"average of a weight that jumped from 1 to 2, {steps:,} updates later",
-                averaged(steps, **option),
+                "average of a weight that jumped from 1 to 2, 5,000 updates later",
+                averaged(5_000, **option),
             )
     add(
         "torch",
@@ -426,7 +488,7 @@ def averages() -> list[Line]:
     def running_mean(momentum: float) -> Callable[[torch.dtype], float]:
         def measure(dtype: torch.dtype) -> float:
             layer = nn.BatchNorm1d(8, momentum=momentum).to(dtype)
-            batch = 2 + noise()(0, torch.empty(256, 8))
+            batch = torch.tensor([1.0, 3.0]).repeat(8, 1).T  # [2, 8], mean 2
             for _ in range(3_000):
                 layer(batch.to(dtype))
             return mean(layer.running_mean)
@@ -437,29 +499,29 @@ def averages() -> list[Line]:
         add(
             "torch",
             f"BatchNorm1d of a bf16 model, momentum {momentum}",
-            "running mean, of 2, after 3,000 batches",
+            "running mean of a unit whose mean is 2, after 3,000 batches",
             running_mean(momentum),
         )
 
-    def schedule_free(learning_rate: float) -> Callable[[torch.dtype], float]:
-        def measure(dtype: torch.dtype) -> float:
-            import schedulefree
+    import schedulefree
 
-            weights, optimizer = Training(quadratic(1.0), 3_000).run(
-                lambda parameters: schedulefree.AdamWScheduleFree(parameters, lr=learning_rate),
-                dtype,
-            )
+    for learning_rate in (1e-3, 3e-3):
+        training = Training(quadratic(1.0), 3_000)
+
+        def schedule_free(parameters: list, lr: float = learning_rate) -> torch.optim.Optimizer:
+            return schedulefree.AdamWScheduleFree(parameters, lr=lr)
+
+        def evaluated(dtype: torch.dtype, training=training, make=schedule_free) -> float:
+            weights, optimizer = training.run(make, dtype)
             optimizer.eval()
             return mean(weights)
 
-        return measure
-
-    for learning_rate in (1e-3, 3e-3):
         add(
             "schedulefree",
             f"AdamWScheduleFree, bf16, learning rate {learning_rate:g}",
             "evaluation weight of w²/2 with noisy gradients, from 1.0, after 3,000 steps",
-            schedule_free(learning_rate),
+            evaluated,
+            training.doctor(schedule_free, "model=bf16"),
         )
 
     def gradient_sum(average: float) -> Callable[[torch.dtype], float]:
@@ -482,220 +544,228 @@ def averages() -> list[Line]:
             "share of the sum that is left",
             gradient_sum(average),
         )
-    return lines
 
 
-def few_bit_states() -> list[Line]:
+def few_bit_states(section: Section) -> None:
     """Optimizers that were made for few bits."""
     import bitsandbytes
     import heavyball
     import optimi
     import torchao.optim
 
-    lines = []
+    add = section.add
 
-    def add(package: str, run: str, figure: str, few_bits: str, float32: str) -> None:
-        lines.append(Line(package, run, figure, few_bits, float32))
+    def made(kind: type, **options) -> MakeOptimizer:
+        options = {"weight_decay": 0.0, **options}
+        return lambda parameters: kind(parameters, **options)
 
     # Compensated sums and stochastic rounding
-    tiny = Training(constant(1.0), 500)
-    figure = "how far a weight of 1.0 moves in 500 steps of 1e-5"
+    tiny = Training(constant(1.0), 500, shape=SHAPE)
 
-    def moved(make: MakeOptimizer, dtype: torch.dtype = FP32) -> float:
-        return mean(tiny.run(make, dtype)[0]) - 1.0
+    def moved(make: MakeOptimizer, dtype: torch.dtype = FP32) -> Callable[[], str]:
+        def measure() -> str:
+            torch.manual_seed(0)
+            return number(mean(tiny.run(make, dtype)[0]) - 1.0)
 
-    of_float32 = number(moved(adam(lr=1e-5)))
+        return measure
 
-    def kahan(parameters: list) -> torch.optim.Optimizer:
-        return optimi.AdamW(parameters, lr=1e-5, weight_decay=0.0)
-
-    add("torch-optimi", "AdamW, bf16, Kahan sum", figure, number(moved(kahan, BF16)), of_float32)
-    weights, optimizer = tiny.run(kahan, BF16)
-    compensation = optimizer.state[weights]["kahan_comp"]
-    add(
-        "torch-optimi",
-        "AdamW, bf16, Kahan sum",
-        "the same, with what the compensation holds",
-        number(mean(weights) + mean(compensation) - 1.0),
-        of_float32,
-    )
-
-    def stochastic(parameters: list) -> torch.optim.Optimizer:
-        return torchao.optim._AdamW(
-            parameters, lr=1e-5, weight_decay=0.0, bf16_stochastic_round=True
+    adamw = made(torch.optim.AdamW, lr=1e-5)
+    for package, run, make, entry in (
+        ("torch-optimi", "AdamW, bf16, Kahan sum", made(optimi.AdamW, lr=1e-5), "optimi-kahan"),
+        (
+            "torchao",
+            "_AdamW, bf16, stochastic rounding",
+            made(torchao.optim._AdamW, lr=1e-5, bf16_stochastic_round=True),
+            "torchao-stochastic",
+        ),
+        ("heavyball", "AdamW, bf16", made(heavyball.AdamW, lr=1e-5), "heavyball"),
+        ("torch", "AdamW, bf16", adamw, "torch.optim:AdamW:bf16"),
+    ):
+        add(
+            package,
+            run,
+            "how far a weight of 1.0 moves in 500 steps of 1e-5",
+            moved(make, BF16),
+            moved(adamw),
+            tiny.doctor(adamw, f"optimizer={entry}"),
         )
-
-    torch.manual_seed(0)
-    add(
-        "torchao",
-        "_AdamW, bf16, stochastic rounding",
-        figure,
-        number(moved(stochastic, BF16)),
-        of_float32,
-    )
-    torch.manual_seed(0)
-    add(
-        "heavyball",
-        "AdamW, bf16 (rounds stochastically)",
-        figure,
-        number(moved(lambda parameters: heavyball.AdamW(parameters, lr=1e-5, weight_decay=0.0), BF16)),
-        of_float32,
-    )
     decays = Training(constant(0.0), 1_000)
-
-    def decaying(parameters: list) -> torch.optim.Optimizer:
-        return optimi.AdamW(parameters, lr=1e-3, weight_decay=0.1)
-
+    decaying = made(optimi.AdamW, lr=1e-3, weight_decay=0.1)
     add(
         "torch-optimi",
         "AdamW, bf16, Kahan sum",
         "weight 1.0 after 1,000 steps of a decay of 1e-4",
-        end(decays, decaying, BF16),
-        end(decays, decaying),
+        mean_at_end(decays, decaying, BF16),
+        mean_at_end(decays, decaying),
+        Training(noise(), 300).doctor(
+            made(torch.optim.AdamW, lr=1e-3, weight_decay=0.1), "optimizer=optimi-kahan"
+        ),
     )
 
     # One large gradient in a block
-    def without_decay(kind: type, **options) -> MakeOptimizer:
-        return lambda parameters: kind(parameters, lr=1e-3, weight_decay=0.0, **options)
-
-    ao8 = without_decay(torchao.optim.AdamW8bit)
-    ao8_small = without_decay(torchao.optim.AdamW8bit, block_size=64)
-    ao_fp8 = without_decay(torchao.optim.AdamWFp8)
-    ao4 = without_decay(torchao.optim.AdamW4bit)
-    bnb8 = without_decay(bitsandbytes.optim.AdamW8bit)
-    float32 = adam(lr=1e-3)
+    float32 = made(torch.optim.AdamW, lr=1e-3)
     small = one_large(0, torch.empty(SHAPE)) < 1
+    stacks = {
+        "AdamW8bit": ("torchao", made(torchao.optim.AdamW8bit, lr=1e-3), "torchao-8bit"),
+        "AdamW8bit, block_size=64": (
+            "torchao",
+            made(torchao.optim.AdamW8bit, lr=1e-3, block_size=64),
+            "torchao-8bit:block_size=64",
+        ),
+        "AdamWFp8": ("torchao", made(torchao.optim.AdamWFp8, lr=1e-3), "torchao-fp8"),
+        "AdamW4bit": ("torchao", made(torchao.optim.AdamW4bit, lr=1e-3), "torchao-4bit"),
+        "AdamW8bit on a CPU": (
+            "bitsandbytes",
+            made(bitsandbytes.optim.AdamW8bit, lr=1e-3),
+            "bnb-8bit",
+        ),
+    }
 
-    def last_step(make: MakeOptimizer, gradient: Callable, steps: int) -> float:
-        """The mean length of the last step of the small ones, in learning rates.
+    def last_step(make: MakeOptimizer, gradient: Callable, steps: int) -> Callable[[], str]:
+        """What measures the mean length of the last step of the small ones, in learning rates."""
 
-        The training is run twice, once a step longer: the optimizer's state is a program's own.
-        """
-        before, _ = Training(gradient, steps - 1, 0.0).run(make)
-        after, _ = Training(gradient, steps, 0.0).run(make)
-        return mean((after - before).detach().abs()[small]) / 1e-3
+        def measure() -> str:
+            # Two trainings, one a step longer than the other
+            before, _ = Training(gradient, steps - 1, 0.0, SHAPE).run(make)
+            after, _ = Training(gradient, steps, 0.0, SHAPE).run(make)
+            return number(mean((after - before).detach().abs()[small]) / 1e-3)
 
-    for package, name, make in (
-        ("torchao", "AdamW8bit", ao8),
-        ("torchao", "AdamW8bit, block_size=64", ao8_small),
-        ("torchao", "AdamWFp8", ao_fp8),
-        ("torchao", "AdamW4bit", ao4),
-        ("bitsandbytes", "AdamW8bit on a CPU", bnb8),
-    ):
-        run = f"{name}; of each 256 gradients one is 1, the others 1e-4"
-        add(
-            package,
-            run,
-            "200th step of the others, in learning rates",
-            number(last_step(make, one_large, 200)),
-            number(last_step(float32, one_large, 200)),
-        )
-        add(
-            package,
-            run,
-            "the step after their gradients stopped, in learning rates",
-            number(last_step(make, one_large_stops(200), 201)),
-            number(last_step(float32, one_large_stops(200), 201)),
-        )
+        return measure
 
-    # The sign of the gradient
-    for name, make in (("AdamW4bit", ao4), ("AdamW8bit", ao8)):
-        for gradient in (1.0, -1.0):
-            training = Training(constant(gradient), 200, 0.0)
+    stops = one_large_stops(200)
+    for name, (package, make, entry) in stacks.items():
+        for figure, gradient, steps in (
+            ("200th step of the others, in learning rates", one_large, 200),
+            ("step after their gradients stopped, in learning rates", stops, 201),
+        ):
             add(
-                "torchao",
-                f"{name}, constant gradient {gradient:+g}",
-                "weight 0 after 200 steps of 0.001",
-                end(training, make),
-                end(training, float32),
+                package,
+                f"{name}; of each 256 gradients one is 1, the others 1e-4",
+                figure,
+                last_step(make, gradient, steps),
+                last_step(float32, gradient, steps),
+                Training(gradient, 300, 0.0, SHAPE).doctor(float32, f"optimizer={entry}"),
             )
 
-    def lion(parameters: list) -> torch.optim.Optimizer:
-        return bitsandbytes.optim.Lion8bit(parameters, lr=1e-3, weight_decay=0.0)
+    # The sign of the gradient
+    for name in ("AdamW4bit", "AdamW8bit"):
+        package, make, entry = stacks[name]
+        for gradient in (1.0, -1.0):
+            training = Training(constant(gradient), 200, 0.0, SHAPE)
+            add(
+                package,
+                f"{name}, constant gradient {gradient:+g}",
+                "weight 0 after 200 steps of 0.001",
+                mean_at_end(training, make),
+                mean_at_end(training, float32),
+                training.doctor(float32, f"optimizer={entry}"),
+            )
 
+    def half(t: int, weights: Tensor) -> Tensor:
+        """1 for the first weights, in blocks of their own, and 0 for the others."""
+        gradient = torch.zeros_like(weights)
+        gradient[: len(weights) // 2] = 1.0
+        return gradient
+
+    def others(make: MakeOptimizer) -> Callable[[], str]:
+        def measure() -> str:
+            weights, _ = Training(half, 200, 0.0, SHAPE).run(make)
+            return number(mean(weights[len(weights) // 2 :]))
+
+        return measure
+
+    lion = made(bitsandbytes.optim.Lion, lr=1e-3)
     add(
         "bitsandbytes",
-        "Lion8bit on a CPU, gradient 0",
-        "weight 0 after 200 steps of 0.001",
-        end(Training(constant(0.0), 200, 0.0), lion),
-        "0",
+        "Lion8bit on a CPU, the gradient of half of the weights is always 0",
+        "these weights, 0 at first, after 200 steps of 0.001",
+        others(made(bitsandbytes.optim.Lion8bit, lr=1e-3)),
+        others(lion),
+        Training(half, 200, 0.0, SHAPE).doctor(lion, "optimizer=bitsandbytes.optim:Lion8bit"),
     )
 
     # Which tensors have eight bits?
-    sizes = 4_095, 4_096, 4_100, 4_352
+    def with_eight_bits(make: MakeOptimizer, state: str) -> Callable[[], str]:
+        def measure() -> str:
+            names = []
+            for size in (4_095, 4_096, 4_100, 4_352):
+                weights, optimizer = Training(constant(1.0), 1, shape=(size,)).run(make)
+                moment = optimizer.state[weights][state]
+                if moment.dtype == torch.uint8 or hasattr(moment, "codes"):
+                    names.append(f"{size:,}")
+            return " and ".join(names)
 
-    def with_eight_bits(make: MakeOptimizer, state: str) -> str:
-        names = []
-        for size in sizes:
-            weights, optimizer = Training(constant(1.0), 1, shape=(size,)).run(make)
-            moment = optimizer.state[weights][state]
-            if moment.dtype == torch.uint8 or hasattr(moment, "codes"):
-                names.append(f"{size:,}")
-        return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else names[0]
+        return measure
 
-    figure = "tensors with 8 bits, of those with 4,095, 4,096, 4,100 and 4,352 numbers"
-    add("torchao", "AdamW8bit", figure, with_eight_bits(ao8, "exp_avg"), "-")
-    add("bitsandbytes", "AdamW8bit on a CPU", figure, with_eight_bits(bnb8, "state1"), "-")
+    for name, state in (("AdamW8bit", "exp_avg"), ("AdamW8bit on a CPU", "state1")):
+        package, make, entry = stacks[name]
+        add(
+            package,
+            name,
+            "tensors that get 8 bits, of those with 4,095, 4,096, 4,100 and 4,352 numbers",
+            with_eight_bits(make, state),
+            lambda: "",
+            Training(noise(), 64, shape=(4_100,)).doctor(float32, f"optimizer={entry}"),
+        )
 
     # Small tensors of a bf16 model: their moments have its type.
-    weights, optimizer = Training(falling(2_000), 7_000, shape=(64,)).run(ao8, BF16)
-    v_of_small = optimizer.state[weights]["exp_avg_sq"]
-    weights, optimizer = Training(falling(2_000), 7_000, shape=(64,)).run(float32)
+    fell = Training(falling(2_000), 7_000)
+    package, make, entry = stacks["AdamW8bit"]
     add(
-        "torchao",
+        package,
         "AdamW8bit on a bf16 tensor of 64 numbers",
         "v, 5,000 steps after the gradient fell from 1 to 1e-3",
-        number(mean(v_of_small)),
-        number(mean(optimizer.state[weights]["exp_avg_sq"])),
+        of_state(fell, make, BF16, "exp_avg_sq"),
+        of_state(fell, float32, FP32, "exp_avg_sq"),
+        Training(falling(500), 4_000, 0.0).doctor(float32, f"optimizer={entry}:bf16"),
     )
 
-    # Steps are counted in the default type.
-    counts = {}
-    lengths = {}
-    drift = noise(1.0, 1.0)
-    for dtype in (BF16, FP32):
-        torch.set_default_dtype(dtype)
+    # torchao counts steps in the default type.
+    drift = Training(noise(1.0, 1.0), 1_500, 0.0, SHAPE)
+
+    def counted(default: torch.dtype) -> tuple[float, float]:
+        torch.set_default_dtype(default)
         try:
-            weights, optimizer = Training(lambda t, w: drift(t, w.float()), 1_500, 0.0).run(ao8)
+            weights, optimizer = drift.run(make)
         finally:
             torch.set_default_dtype(FP32)
-        counts[dtype] = f"{optimizer.state[weights]['step'].item():,.0f}"
-        lengths[dtype] = mean(weights)
-    add(
-        "torchao",
-        "AdamW8bit on float32 weights, set_default_dtype(bfloat16)",
-        "steps that it counted, of 1,500",
-        counts[BF16],
-        counts[FP32],
-    )
-    add(
-        "torchao",
-        "AdamW8bit on float32 weights, set_default_dtype(bfloat16)",
-        "weight 0 after 1,500 gradients from N(1, 1) at 0.001",
-        number(lengths[BF16]),
-        number(lengths[FP32]),
-    )
+        return optimizer.state[weights]["step"].item(), mean(weights)
 
-    # Compilations
-    graphs = []
-    for momentum in (True, False):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        Training(constant(1.0), 4).run(
-            ao8,
-            scheduler=lambda optimizer, momentum=momentum: lr_scheduler.OneCycleLR(
-                optimizer, 3e-3, total_steps=100, cycle_momentum=momentum
-            ),
+    for figure, i in (
+        ("steps that it counted, of 1,500", 0),
+        ("weight 0 after 1,500 gradients from N(1, 1) at 0.001", 1),
+    ):
+        add(
+            package,
+            "AdamW8bit on float32 weights, set_default_dtype(bfloat16)",
+            figure,
+            lambda i=i: number(counted(BF16)[i]),
+            lambda i=i: number(counted(FP32)[i]),
         )
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    add(
-        "torchao",
-        "AdamW8bit, OneCycleLR that cycles momentum, too",
-        "compilations in 4 steps (with the learning rate alone at the right)",
-        f"{graphs[0]}",
-        f"{graphs[1]}",
-    )
-    return lines
+
+    def compilations(momentum: bool) -> Callable[[], str]:
+        def measure() -> str:
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            Training(constant(1.0), 4, shape=SHAPE).run(
+                make,
+                scheduler=lambda optimizer: lr_scheduler.OneCycleLR(
+                    optimizer, 3e-3, total_steps=100, cycle_momentum=momentum
+                ),
+            )
+            return str(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+        return measure
+
+    for momentum in (True, False):
+        cycles = "momentum, too" if momentum else "the learning rate alone"
+        add(
+            package,
+            f"AdamW8bit, OneCycleLR that cycles {cycles}",
+            "compilations in 4 steps",
+            compilations(momentum),
+            lambda: "",
+        )
 
 
 def settings() -> dict[str, object]:
@@ -730,8 +800,11 @@ def settings() -> dict[str, object]:
     for name in ("dynamo", "inductor"):
         config = getattr(torch, f"_{name}").config
         # An entry that is a set has no order.
-        values = {key: repr(value) for key, value in config.get_config_copy().items()
-                  if not isinstance(value, set)}
+        values = {
+            key: repr(value)
+            for key, value in config.get_config_copy().items()
+            if not isinstance(value, set)
+        }
         found[f"{name}'s config"] = str(sorted(values.items()))
     return found
 
@@ -775,48 +848,49 @@ def side_effects() -> str:
     import torchao.optim
 
     optimizers = {
-        "torchao": ("AdamW8bit, stochastic rounding", lambda parameters: torchao.optim.AdamW8bit(
-            parameters, bf16_stochastic_round=True)),
+        "torchao.optim": (
+            "AdamW8bit, stochastic rounding",
+            lambda parameters: torchao.optim.AdamW8bit(parameters, bf16_stochastic_round=True),
+        ),
         "bitsandbytes": ("AdamW8bit", bitsandbytes.optim.AdamW8bit),
-        "torch-optimi": ("AdamW", lambda parameters: optimi.AdamW(parameters, lr=1e-3)),
+        "optimi": ("AdamW", lambda parameters: optimi.AdamW(parameters, lr=1e-3)),
         "heavyball": ("AdamW", lambda parameters: heavyball.AdamW(parameters, lr=1e-3)),
         "schedulefree": ("AdamWScheduleFree", schedulefree.AdamWScheduleFree),
         "pytorch_optimizer": ("StableAdamW", pytorch_optimizer.StableAdamW),
     }
     rows = []
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        for package, (name, make) in optimizers.items():
-            by_import = pool.apply(changed_by_import, (MODULES[package],))
+        for module, (name, make) in optimizers.items():
+            by_import = pool.apply(changed_by_import, (module,))
             by_steps = [changed_by_step(make, dtype) for dtype in (FP32, BF16)]
-            rows.append([package, by_import, name, *by_steps])
-    columns = "package", "importing it changes", "optimizer", "a step on float32", "a step on bf16"
+            rows.append([module, by_import, name, *by_steps])
+    columns = "module", "importing it changes", "optimizer", "a step on float32", "a step on bf16"
     return table_of(columns, rows)
 
 
-def table(lines: list[Line]) -> str:
-    return table_of(COLUMNS, lines)
-
-
 def main(out: Path) -> None:
-    missing = [name for name in MODULES if not importlib.util.find_spec(MODULES[name].split(".")[0])]
+    missing = [name for name in PACKAGES if not importlib.util.find_spec(name)]
     if missing:
         remedy = "pip install --no-deps -r benchmarks/requirements.txt"
         sys.exit(f"real_stacks needs {' and '.join(missing)}: {remedy}")
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)  # torch.compile says that it compiles too often
     torch.set_num_threads(1)
+    journal = Journal(out.with_suffix(".csv"), COLUMNS)
     parts = []
-    for heading, lines in (
-        ("torch's optimizers on parameters of 16 bits, as after `model.bfloat16()`:", torch_optimizers),
-        ("Averages and sums in bfloat16:", averages),
-        ("Optimizers that were made for few bits:", few_bit_states),
-    ):
-        parts += [heading, table(lines())]
+    for heading, measure in SECTIONS.items():
+        section = Section(heading, journal)
+        measure(section)
+        parts += [f"{heading}:", section.table()]
     parts += ["What else importing a package and a step change:", side_effects()]
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES.values())
     parts.append(f"`python benchmarks/real_stacks.py {out}` on {origin()}; {versions}.")
     out.write_text("\n\n".join(parts) + "\n")
 
+
+SECTIONS = {
+    "torch's optimizers on parameters of 16 bits, as after `model.bfloat16()`": torch_optimizers,
+    "Averages and sums in bfloat16": averages,
+    "Optimizers that were made for few bits": few_bit_states,
+}
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))

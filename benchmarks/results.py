@@ -43,6 +43,8 @@ COMMANDS = {
     "characters": "python benchmarks/characters.py benchmarks/results/characters.md",
     # Also for scripts that others wrote?
     "strangers": "python benchmarks/strangers.py table benchmarks/results/strangers.md",
+    # What do optimizers, averages and sums that people run really do in few bits?
+    "real_stacks": "python benchmarks/real_stacks.py benchmarks/results/real_stacks.md",
     # Who may act in few bits?
     "acting_first": "python benchmarks/acting.py first benchmarks/results/acting_first.csv",
     "acting_predicted": "python benchmarks/acting.py predict benchmarks/results/acting_predicted.csv",
@@ -90,6 +92,15 @@ NEEDED_PACKAGES = {
     "populations": ("jax",),
     "populations_cuda": ("jax",),
     "fp8_sums": ("mmaemu", "torchao"),
+    "real_stacks": (
+        "torchao",
+        "bitsandbytes",
+        "optimi",
+        "heavyball",
+        "schedulefree",
+        "pytorch_optimizer",
+        "ema_pytorch",
+    ),
 }
 ON_CUDA = ("fp8_layer", "placements", "populations_cuda", "widths_cuda", "acting_kernel")
 # What a reader of a page does not need of a last line
