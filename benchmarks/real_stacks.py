@@ -283,6 +283,23 @@ def torch_optimizers(section: Section) -> None:
             mean_at_end(falls, adam(lr=3e-3)),
             falls.doctor(adam(lr=3e-3), f"model=bf16:{how}"),
         )
+    # At -2.0 the fused step has overtaken float32, and stops: its v is too small.
+    longer = Training(constant(1.0), 1_500)
+    for how in ("loop", "fused"):
+        fused = how == "fused"
+        add(
+            f"Adam, bf16, {how}",
+            "v of a constant gradient of 1, after 1,500 steps",
+            of_state(longer, adam(lr=3e-3, fused=fused), BF16, "exp_avg_sq"),
+            of_state(longer, adam(lr=3e-3), FP32, "exp_avg_sq"),
+        )
+        add(
+            f"Adam, bf16, {how}",
+            "weight 1.0 after 1,500 steps of 0.003",
+            mean_at_end(longer, adam(lr=3e-3, fused=fused), BF16),
+            mean_at_end(longer, adam(lr=3e-3)),
+            longer.doctor(adam(lr=3e-3), f"model=bf16:{how}"),
+        )
     add(
         "Adam, bf16, compiled step",
         figure,

@@ -4,7 +4,7 @@
 # parameters, and on bfloat16 ones with kahan_sum=False, p.grad stays as it was.
 # Why it matters: a script that logs the norm of gradients after the step, or collects them for a noise scale, logs rounding. The same
 # script logged gradients in float32.
-# Versions: torch 2.13.0 (CPU), torch-optimi 0.3.3, numpy 2.2.6, Python 3.11.
+# Versions: torch 2.13.0 (CPU), torch-optimi 0.3.3 (it needs packaging, which it does not name), numpy 2.2.6, Python 3.11.
 # Output seen (p.grad after each of four steps with the gradient 0.5 at the learning rate 0.001):
 #   float32            [0.5, 0.5, 0.5, 0.5]
 #   float16            [0.0009765625, 0.0009765625, 0.0009765625, 0.0009765625]
@@ -15,7 +15,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 python3 -m venv venv
-venv/bin/pip install --quiet torch==2.13.0 numpy==2.2.6 torch-optimi==0.3.3
+venv/bin/pip install --quiet torch==2.13.0 numpy==2.2.6 torch-optimi==0.3.3 packaging==26.4
 venv/bin/python - <<'PY'
 import sys
 

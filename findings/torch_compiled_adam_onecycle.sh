@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # What happens: torch.compile(optimizer.step) with OneCycleLR changes how Adam rounds, after a few steps. The scheduler cycles beta1, too,
 # and each value of it is compiled anew. After eight compilations torch gives up and runs the ordinary step. On parameters in
-# bfloat16 the two differ: the compiled step rounds once, and the ordinary one rounds before it adds. A weight that the compiled
-# step takes as far down as float32 does stops where numbers become too far apart.
-# Why it matters: the same command trains with one arithmetic for its first steps and with another for the rest, and which one it ends
-# with depends on how often the process has compiled. With cycle_momentum=False it is the compiled one to the end.
+# bfloat16 the two differ, because the ordinary step rounds its parts, and the compiled one rounds once. With cycle_momentum=False the
+# compiled step is used to the end, and the weight ends elsewhere than with the ordinary one. With momentum it ends where the
+# ordinary one does.
+# Why it matters: a compiled training uses one arithmetic for its first steps and another for the rest, and a schedule decides which.
 # Versions: torch 2.13.0 (CPU), numpy 2.2.6, Python 3.11, g++ 12.
 # Output seen (a weight of 1.0 after 1,000 steps of at most 0.003 down):
 @@OUTPUT@@
