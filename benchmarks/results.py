@@ -45,9 +45,13 @@ COMMANDS = {
     "emulation": "python benchmarks/emulation.py benchmarks/results/emulation.md",
     # Also for scripts that others wrote?
     "strangers": "python benchmarks/strangers.py table benchmarks/results/strangers.md",
+    "stacks_in_scripts": "python benchmarks/stacks_in_scripts.py table "
+    "benchmarks/results/stacks_in_scripts.md",
     # By which of the doctor's two rates of weights?
     "free_rows_measured": "python benchmarks/free_rows.py measure benchmarks/results/free_rows.csv",
     "free_rows": "python benchmarks/free_rows.py table benchmarks/results/free_rows.md",
+    # What do optimizers, averages and sums that people run really do in few bits?
+    "real_stacks": "python benchmarks/real_stacks.py benchmarks/results/real_stacks.md",
     # Who may act in few bits?
     "acting_first": "python benchmarks/acting.py first benchmarks/results/acting_first.csv",
     "acting_predicted": "python benchmarks/acting.py predict benchmarks/results/acting_predicted.csv",
@@ -95,6 +99,15 @@ NEEDED_PACKAGES = {
     "populations": ("jax",),
     "populations_cuda": ("jax",),
     "fp8_sums": ("mmaemu", "torchao"),
+    "real_stacks": (
+        "torchao",
+        "bitsandbytes",
+        "optimi",
+        "heavyball",
+        "schedulefree",
+        "pytorch_optimizer",
+        "ema_pytorch",
+    ),
 }
 ON_CUDA = ("fp8_layer", "placements", "populations_cuda", "widths_cuda", "acting_kernel")
 # What a reader of a page does not need of a last line

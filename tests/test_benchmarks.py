@@ -406,6 +406,21 @@ def one_speed(module, monkeypatch) -> None:
     monkeypatch.setattr(module, "speeds", lambda script, updates: [1e5, 2e5, 3e5])
 
 
+def one_stack(module, monkeypatch) -> None:
+    """One line of torch alone: the others compile for minutes."""
+
+    def line(section) -> None:
+        training = module.Training(module.constant(1.0), 64)
+        make = module.adam(lr=3e-3)
+        in_bf16 = module.mean_at_end(training, make, module.BF16)
+        in_float32 = module.mean_at_end(training, make)
+        says = training.doctor(make, "model=bf16:loop")
+        section.add("torch", "Adam, bf16", "weight", in_bf16, in_float32, says)
+
+    monkeypatch.setattr(module, "SECTIONS", {"torch": line})
+    monkeypatch.setattr(module, "side_effects", lambda: "")
+
+
 class Run(NamedTuple):
     """The smallest run of a benchmark.
 
@@ -628,6 +643,10 @@ RUNS = {
     "fp8_sums": Run(
         {"fp8_sums.md": {"operands", "emulated", "H100, fast", "blocks clipped"}},
         {"LENGTHS": (64, 128), "SIZE": 16, "BLOCKS": 100},
+    ),
+    "real_stacks": Run(
+        {"real_stacks.md": {"what is run", "in few bits", "in float32", "the doctor"}},
+        prepare=one_stack,
     ),
 }
 
