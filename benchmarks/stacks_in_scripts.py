@@ -11,7 +11,8 @@ doctor's rate and word. `table` puts them side by side.
 
 DIR are clones of vwxyzjn/cleanrl, karpathy/nanoGPT, karpathy/minGPT and pytorch/examples on GitHub.
 CleanRL needs gymnasium 0.29 and tensorboard; the optimizers need torchao, bitsandbytes and
-torch-optimi (benchmarks/requirements.txt). Both go on where they were stopped.
+torch-optimi (benchmarks/requirements.txt); vae of pytorch/examples gets drawn strokes for MNIST
+(stand_ins/torchvision). Both go on where they were stopped.
 
 How a loss is told was chosen on CleanRL's ppo and on nanoGPT. The other scripts report.
 """
@@ -143,6 +144,14 @@ SCRIPTS = {
         False,
         2.4,
     ),
+    "torch's vae": Script(
+        "examples",
+        "vae/main.py --no-accel --epochs 8 --log-interval 1000 --seed {seed}",
+        r"Test set loss: ([\d.]+)",
+        1,
+        False,
+        543,  # 784 pixels at log 2
+    ),
     "torch's actor_critic": Script(
         "examples",
         "reinforcement_learning/actor_critic.py --seed {seed}",
@@ -161,6 +170,8 @@ def output_of(script: Script, clone: Path, seed: int, doctor: list[str]) -> str:
     words = [sys.executable, "-u", *(["-m", "fp8rl.doctor"] if doctor else []), *doctor]
     words += script.arguments.format(seed=seed).split()
     paths = [os.environ.get("FP8RL_STRANGERS", ""), str(clone), os.environ.get("PYTHONPATH", "")]
+    if script.folder == "examples":
+        paths.insert(0, str(Path(__file__).parent / "stand_ins"))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",

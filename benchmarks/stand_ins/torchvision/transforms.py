@@ -1,0 +1,5 @@
+"""The images are tensors already."""
+
+
+def ToTensor():
+    return None

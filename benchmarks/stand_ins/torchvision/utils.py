@@ -1,0 +1,5 @@
+"""Pictures are not written."""
+
+
+def save_image(*arguments, **options):
+    pass
