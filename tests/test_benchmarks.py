@@ -236,6 +236,43 @@ def strangers_in_steps(module, out: Path) -> None:
     module.main(["table", str(out / "strangers.md")])
 
 
+def stubbed_stacks(module, monkeypatch) -> None:
+    """Trainings that only print: bfloat16 stands still, and the doctor says so."""
+
+    def output_of(script, clone, seed, doctor) -> str:
+        if doctor[:1] == ["watch"]:
+            findings = [
+                {
+                    "place": stack.partition("=")[0],
+                    "format": stack.partition("=")[2],
+                    "verdict": "stalls" if "model" in stack else "as float32",
+                    "rate": 0.1,
+                    "last": None,
+                    "longest_step": 2.0,
+                    "bytes_per_parameter": 6.0,
+                }
+                for stack in module.STACKS
+            ]
+            report = {"optimizers": [{"findings": findings}]}
+            Path(doctor[-1]).write_text(json.dumps(report))
+        reached = 20 if doctor == ["keep", "model=bf16"] else 100
+        return f"global_step=1, episodic_return=[{reached}]"
+
+    ppo = module.SCRIPTS["ppo, CartPole"]
+    scripts = {"one": ppo, "another": ppo._replace(chosen=False)}
+    monkeypatch.setattr(module, "SCRIPTS", scripts)
+    monkeypatch.setattr(module, "output_of", output_of)
+
+
+def stacks_in_steps(module, out: Path) -> None:
+    journal = str(out / "stacks_in_scripts.csv")
+    for command in ("train", "watch", "watch"):  # which goes on where it ended
+        module.main([command, journal, "--cleanrl", str(out)])
+    module.main(["table", str(out / "stacks_in_scripts.md")])
+    text = (out / "stacks_in_scripts.md").read_text()
+    assert "4 of 4; a lookup" in text
+
+
 def few_free_rows(module, monkeypatch) -> None:
     monkeypatch.setattr(module, "CHOSEN_TASKS", module.CHOSEN_TASKS[:1])
     monkeypatch.setattr(module, "FRESH_TASKS", module.FRESH_TASKS[:1])
@@ -548,6 +585,12 @@ RUNS = {
         {"FORMATS": ("weights=e4m3",)},
         strangers_here,
         strangers_in_steps,
+    ),
+    "stacks_in_scripts": Run(
+        {"stacks_in_scripts.md": {"real optimizer", "float32", "with it", "held"}},
+        {"STACKS": ("model=bf16", "optimizer=torchao-8bit")},
+        stubbed_stacks,
+        stacks_in_steps,
     ),
     "acting": Run(
         {"acting.md": {"T / H", "Spearman: T / H", "dead prompts"}, "acting.png": set()},
