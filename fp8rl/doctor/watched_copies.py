@@ -31,8 +31,9 @@ from .verdicts import SEVERITY, judge
 
 LEAP = 10  # a step that is longer than so many of the script's longest ones is a leap
 # A number drifts in a window if float32 leaves it alone, and a copy moves it by more than this
-# share of the root mean square of float32's movements in its tensor. A shorter way may be the
-# rounding of a difference, or the end of a momentum, which float32 has rounded away a bit earlier.
+# share of how far float32 moves the numbers of its tensor (root mean square) in the window with the
+# longest way so far. A shorter way may be the rounding of a difference, or the end of a momentum,
+# which float32 has rounded away a bit earlier.
 DRIFT = 0.1
 # How long weight decay is followed: until it has taken this share, but within these updates
 DECAY_SHARE = 0.1
@@ -96,6 +97,7 @@ class WatchedCopies:
         self.copies = [WatchedCopy(entry, len(parameters)) for entry in entries]
         self.random_numbers = RandomNumbers(parameters[0].device)
         self.longest = torch.zeros(len(parameters))  # the script's own longest steps
+        self.longest_ways = np.zeros(len(parameters))  # the script's, in a window (`DRIFT`)
         self.group = groups_of(optimizer, self.keys)
         self.decaying = None  # the settings of the group with the most weight decay
         self.script_class = type(optimizer)
@@ -250,6 +252,8 @@ class WatchedCopies:
 
     def end_window(self, optimizer, parameters: list[torch.Tensor]) -> None:
         true = self.weights_of(optimizer, parameters) - self.start - self.displaced
+        ways = np.sqrt((np.square(true) * self.sample.emphasis).mean(1))  # [T]
+        self.longest_ways = np.maximum(self.longest_ways, ways)
         for watched in self.active:
             weights = self.weights_of(watched.copy.optimizer, self.of_copy(watched))
             moved = weights - watched.start - watched.displaced
@@ -257,7 +261,7 @@ class WatchedCopies:
             sums = WindowSums.of(moved[None], true, lost[None], self.sample.emphasis)
             watched.windows.append(sums.of_row(0))
             watched.numbers.add(moved[None], true)
-            watched.drifted.append(share_drifted(moved, true, self.sample))
+            watched.drifted.append(share_drifted(moved, true, self.longest_ways, self.sample))
         self.begin_window(optimizer, parameters)
 
     def after_loading(self, optimizer) -> None:
@@ -369,13 +373,14 @@ def compensation(parameter: torch.Tensor, state: dict) -> torch.Tensor:
     return kept
 
 
-def share_drifted(moved: np.ndarray, true: np.ndarray, sample: Sample) -> float:
+def share_drifted(
+    moved: np.ndarray, true: np.ndarray, longest_ways: np.ndarray, sample: Sample
+) -> float:
     """The share of all numbers that a copy moves although float32 does not (`DRIFT`).
 
     `moved` and `true` [T, P] are how far the sampled numbers of the copy and of the script move.
     """
-    scale = np.sqrt((np.square(true) * sample.emphasis).mean(1, keepdims=True))  # [T, 1]
-    drifting = (true == 0) & (np.abs(moved) > DRIFT * scale)
+    drifting = (true == 0) & (np.abs(moved) > DRIFT * longest_ways[:, None])
     of_tensors = (drifting * sample.emphasis).mean(1)  # [T]
     return float(np.average(of_tensors, weights=sample.sizes))
 
