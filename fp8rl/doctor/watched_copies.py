@@ -33,9 +33,9 @@ LEAP = 10  # a step that is longer than so many of the script's longest ones is 
 # A number drifts in a window if float32 leaves it alone, and a copy moves it by more than this
 # share of how far float32 moves the numbers of its tensor (root mean square) in the window with the
 # longest way so far. A shorter way may be the rounding of a difference, or the end of a momentum,
-# which float32 has rounded away a bit earlier. In trainings with dead units and rarely used rows, no
-# number of nine Adams of torch, torchao, optimi, heavyball and bitsandbytes drifted, and 6 to 21%
-# of those of bitsandbytes' Lion8bit did.
+# which float32 has rounded away a bit earlier. In trainings with dead units and rarely used rows,
+# no number of nine Adams of torch, torchao, optimi, heavyball and bitsandbytes drifted, and 6 to
+# 22% of those of bitsandbytes' Lion8bit did.
 DRIFT = 0.1
 # How long weight decay is followed: until it has taken this share, but within these updates
 DECAY_SHARE = 0.1
