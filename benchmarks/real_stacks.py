@@ -112,6 +112,8 @@ class Training(NamedTuple):
             if finding.longest_step > 2 * finding.longest_step_float32:
                 longest = f"{finding.longest_step:,.3g} ({finding.longest_step_float32:,.3g})"
                 parts.append(f"longest step {longest} learning rates")
+            if finding.drifted > 0.01:
+                parts.append(f"{finding.drifted:.0%} move that float32 leaves alone")
             if abs(finding.decay_rate - 1) > 0.1:
                 parts.append(f"{finding.decay_rate:.2f} of the decay")
             if finding.left_in_float32:
@@ -426,13 +428,16 @@ def averages(section: Section) -> None:
             doctor,
         )
 
-    def averaged(steps: int, **options) -> Callable[[torch.dtype], float]:
-        """The average of a weight that jumps from 1 to 2."""
+    def averaged(steps: int, in_float32: bool = False, **options) -> Callable[[torch.dtype], float]:
+        """The average of a weight that jumps from 1 to 2. It has the type of the weight, unless it
+        is `in_float32`."""
 
         def measure(dtype: torch.dtype) -> float:
             model = nn.Linear(4, 4, bias=False).to(dtype)
             model.weight.data.fill_(1.0)
             average = swa_utils.AveragedModel(model, **options)
+            if in_float32:
+                average.float()
             average.update_parameters(model)
             model.weight.data.fill_(2.0)
             for _ in range(steps):
@@ -451,6 +456,28 @@ def averages(section: Section) -> None:
                 "average of a weight that jumped from 1 to 2, 5,000 updates later",
                 averaged(5_000, **option),
             )
+
+    def unless_refused(measure: Callable[[torch.dtype], float]) -> Callable[[], str]:
+        """What measures a figure of a bf16 model. If torch refuses, the figure is its error."""
+
+        def figure() -> str:
+            try:
+                return number(measure(BF16))
+            except RuntimeError as error:
+                return f"refused: {error}"
+
+        return figure
+
+    for name in ("get_ema_avg_fn", "get_ema_multi_avg_fn"):
+        function = getattr(swa_utils, name)(0.999)
+        option = {"multi_avg_fn" if "multi" in name else "avg_fn": function}
+        section.add(
+            "torch",
+            f"AveragedModel in float32 of a bf16 model, {name}(0.999)",
+            "average of a weight that jumped from 1 to 2, 5,000 updates later",
+            unless_refused(averaged(5_000, in_float32=True, **option)),
+            lambda option=option: number(averaged(5_000, **option)(FP32)),
+        )
     add(
         "torch",
         "AveragedModel of a bf16 model, equal weights (SWA)",
@@ -606,6 +633,17 @@ def few_bit_states(section: Section) -> None:
             moved(adamw),
             tiny.doctor(adamw, f"optimizer={entry}"),
         )
+    tinier = Training(constant(1.0), 4_000, shape=SHAPE)
+    kahan = made(optimi.AdamW, lr=3e-6)
+    slow = made(torch.optim.AdamW, lr=3e-6)
+    add(
+        "torch-optimi",
+        "AdamW, bf16, Kahan sum",
+        "weight 1.0 after 4,000 steps of 3e-6",
+        mean_at_end(tinier, kahan, BF16),
+        mean_at_end(tinier, slow),
+        tinier.doctor(slow, "optimizer=optimi-kahan"),
+    )
     decays = Training(constant(0.0), 1_000)
     decaying = made(optimi.AdamW, lr=1e-3, weight_decay=0.1)
     add(
@@ -795,12 +833,14 @@ def settings() -> dict[str, object]:
     import torch._inductor.config
     from torch.optim import optimizer
 
+    numpy_state = numpy.random.get_state()
     found = {
         "matmul precision": torch.get_float32_matmul_precision(),
         "default dtype": torch.get_default_dtype(),
-        "torch's generator": torch.get_rng_state().sum().item(),
-        "numpy's generator": numpy.random.get_state()[1].sum(),
-        "Python's generator": hash(random.getstate()),
+        # The whole states. A draw counts up one number of torch's and counts down another.
+        "torch's generator": torch.get_rng_state().numpy().tobytes(),
+        "numpy's generator": (numpy_state[1].tobytes(), numpy_state[2:]),
+        "Python's generator": random.getstate(),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
@@ -855,7 +895,7 @@ def changed_by_step(make: MakeOptimizer, dtype: torch.dtype) -> str:
     return ", ".join(changed) or "nothing"
 
 
-def side_effects() -> str:
+def side_effects(section: Section) -> None:
     """What importing a package and a step change beside weights and state."""
     import bitsandbytes
     import heavyball
@@ -864,25 +904,37 @@ def side_effects() -> str:
     import schedulefree
     import torchao.optim
 
+    def stochastic(parameters: list) -> torch.optim.Optimizer:
+        return torchao.optim.AdamW8bit(parameters, bf16_stochastic_round=True)
+
+    def kahan(parameters: list) -> torch.optim.Optimizer:
+        return optimi.AdamW(parameters, lr=1e-3)
+
     optimizers = {
-        "torchao.optim": (
-            "AdamW8bit, stochastic rounding",
-            lambda parameters: torchao.optim.AdamW8bit(parameters, bf16_stochastic_round=True),
-        ),
-        "bitsandbytes": ("AdamW8bit", bitsandbytes.optim.AdamW8bit),
-        "optimi": ("AdamW", lambda parameters: optimi.AdamW(parameters, lr=1e-3)),
-        "heavyball": ("AdamW", lambda parameters: heavyball.AdamW(parameters, lr=1e-3)),
+        "torchao.optim": ("AdamW8bit, stochastic rounding", stochastic),
+        "bitsandbytes": ("AdamW8bit on a CPU", bitsandbytes.optim.AdamW8bit),
+        "optimi": ("AdamW, with a Kahan sum in bf16", kahan),
+        "heavyball": ("AdamW", heavyball.AdamW),
         "schedulefree": ("AdamWScheduleFree", schedulefree.AdamWScheduleFree),
         "pytorch_optimizer": ("StableAdamW", pytorch_optimizer.StableAdamW),
     }
-    rows = []
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for module, (name, make) in optimizers.items():
-            by_import = pool.apply(changed_by_import, (module,))
-            by_steps = [changed_by_step(make, dtype) for dtype in (FP32, BF16)]
-            rows.append([module, by_import, name, *by_steps])
-    columns = "module", "importing it changes", "optimizer", "a step on float32", "a step on bf16"
-    return table_of(columns, rows)
+            package = PACKAGES[module.partition(".")[0]]
+            section.add(
+                package,
+                f"import {module}",
+                "settings of the process that change",
+                lambda module=module: pool.apply(changed_by_import, (module,)),
+                lambda: "",
+            )
+            section.add(
+                package,
+                f"a step of {name}",
+                "what changes beside weights and state",
+                lambda make=make: changed_by_step(make, BF16),
+                lambda make=make: changed_by_step(make, FP32),
+            )
 
 
 def main(out: Path) -> None:
@@ -897,7 +949,6 @@ def main(out: Path) -> None:
         section = Section(heading, journal)
         measure(section)
         parts += [f"{heading}:", section.table()]
-    parts += ["What else importing a package and a step change:", side_effects()]
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES.values())
     parts.append(f"`python benchmarks/real_stacks.py {out}` on {origin()}; {versions}.")
     out.write_text("\n\n".join(parts) + "\n")
@@ -907,6 +958,7 @@ SECTIONS = {
     "torch's optimizers on parameters of 16 bits, as after `model.bfloat16()`": torch_optimizers,
     "Averages and sums in bfloat16": averages,
     "Optimizers that were made for few bits": few_bit_states,
+    "What else importing a package and a step change": side_effects,
 }
 
 if __name__ == "__main__":

@@ -54,8 +54,9 @@ WORDS = (
     *NO_LOSS,
     "too noisy",
     "frozen tensors",
-    "leaps",
+    "drifts",
     "faster",
+    "leaps",
     *A_LOSS,
 )
 OUTCOMES = ("script", "seed", "stack", "outcome")

@@ -455,7 +455,6 @@ def one_stack(module, monkeypatch) -> None:
         section.add("torch", "Adam, bf16", "weight", in_bf16, in_float32, says)
 
     monkeypatch.setattr(module, "SECTIONS", {"torch": line})
-    monkeypatch.setattr(module, "side_effects", lambda: "")
 
 
 class Run(NamedTuple):

@@ -45,6 +45,38 @@ class Leaping(torch.optim.Adam):
             p[0, 0] += 1
 
 
+class Faster(Leaping):
+    """Makes eight steps in place of one, and leaps besides."""
+
+    def step(self, closure=None):
+        for _ in range(8):
+            super().step()
+
+
+class Drifting(torch.optim.Adam):
+    """Moves each number that has no gradient, too."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p.sub_(1e-3 * (p.grad == 0))
+
+
+class Kahan(torch.optim.SGD):
+    """Keeps beside each parameter what is left of a step once the parameter is rounded."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                left = self.state[p].setdefault("kahan_comp", torch.zeros_like(p))
+                left.sub_(group["lr"] * p.grad)
+                before = p.clone()
+                p.add_(left)
+                left.add_(before - p)
+
+
 class Exploding(torch.optim.Adam):
     @torch.no_grad()
     def step(self, closure=None):
@@ -147,6 +179,53 @@ def test_leaps_and_divergence_have_words():
     assert leaping.longest_step == pytest.approx(1000, rel=0.01)
     assert exploding.verdict == "diverges"
     assert "at update 40" in exploding.why
+
+
+def test_word_of_a_leap_is_worse_than_that_of_a_wrong_rate():
+    finding = watched([f"{HERE}:Faster"], updates=128)[f"optimizer={HERE}:Faster"]
+    assert finding.rate > 4
+    assert finding.verdict == "leaps"
+
+
+def of_half_a_tensor(entry: str, updates: int = 128):
+    """The finding of a training in which one half of the numbers has no gradient."""
+    weight = nn.Parameter(torch.ones(16, 16))
+    optimizer = torch.optim.Adam([weight], lr=1e-3)
+    doctor = Doctor(optimizer, formats=(), optimizers=[entry])
+    for _ in range(updates):
+        weight.grad = torch.randn(16, 16) + 1
+        weight.grad[::2] = 0
+        optimizer.step()
+    (finding,) = doctor.report()
+    return finding
+
+
+def test_numbers_that_float32_leaves_alone_are_seen_to_drift():
+    finding = of_half_a_tensor(f"{HERE}:Drifting")
+    assert finding.rate == pytest.approx(1)  # which does not see them
+    assert finding.drifted == 0.5
+    assert finding.verdict == "drifts"
+    assert "50% of the numbers move although float32's stand still" in str(finding)
+
+
+@pytest.mark.parametrize("entry", ["model=bf16", "torch.optim:Adam"])
+def test_numbers_without_gradient_are_no_false_alarm(entry):
+    finding = of_half_a_tensor(entry)
+    assert finding.drifted == 0
+    assert finding.verdict != "drifts"
+
+
+def test_weight_with_a_kahan_sum_has_what_waits_in_it():
+    weight = nn.Parameter(torch.ones(8, 8))
+    optimizer = torch.optim.SGD([weight], lr=1e-4)
+    entries = [f"{HERE}:Kahan:bf16", "torch.optim:SGD:bf16"]
+    doctor = Doctor(optimizer, formats=(), optimizers=entries)
+    for _ in range(32):  # 0.0032, and a number of bfloat16 is 0.0039 below 1.0
+        weight.grad = torch.ones(8, 8)
+        optimizer.step()
+    compensated, plain = doctor.report()
+    assert compensated.rate == pytest.approx(1, abs=0.02)
+    assert (plain.rate, plain.verdict) == (0, "stalls")
 
 
 def test_weight_decay_that_is_lost_is_told():

@@ -13,6 +13,8 @@ from .real_optimizers import PLACES as REAL_PLACES
 
 AS_FLOAT32 = "as float32"
 NOT_JUDGED = "not judged"
+# A real optimizer drifts if it moves a larger share of the numbers although float32 does not.
+DRIFTING = 0.01
 
 
 class Finding(NamedTuple):
@@ -32,8 +34,8 @@ class Finding(NamedTuple):
     `lost`       share of the numbers that stay the same over a window, or become 0, in the median
                  window
     `tensors`    the rate of each tensor by name
-    `verdict`    as float32, slower, faster, stalls, frozen tensors, too noisy, leaps, diverges,
-                 not judged
+    `verdict`    as float32, slower, faster, stalls, frozen tensors, too noisy, drifts, leaps,
+                 diverges, not judged
     `why`        the reason in words
     `cure`       another format of the same place (or of the root, for v) that was watched and
                  learns as float32 does
@@ -47,12 +49,14 @@ class Finding(NamedTuple):
                  rounding, which does not stall.
     `free_tensor_rates`
                  the same for each tensor, in each of the parts of `tensor_rates`, [parts, T]
-    `longest_step`, `longest_step_float32`, `decay_rate`, `bytes_per_parameter`, `left_in_float32`,
-    `tensor_longest_steps`, `tensor_bytes`
+    `longest_step`, `longest_step_float32`, `drifted`, `decay_rate`, `bytes_per_parameter`,
+    `left_in_float32`, `tensor_longest_steps`, `tensor_bytes`
                  of a real optimizer: the farthest that a number moved in one update, in learning
-                 rates, and the same of the script's own optimizer; which share of the weight decay
-                 arrives; the bytes that are kept of a parameter between updates; the names of the
-                 tensors that are kept wholly in float32; longest step and bytes by tensor
+                 rates, and the same of the script's own optimizer; the share of the numbers that
+                 move over a window although float32's do not, in the mean window; which share of
+                 the weight decay arrives; the bytes that are kept of a parameter between updates;
+                 the names of the tensors that are kept wholly in float32; longest step and bytes
+                 by tensor
     `contributions`, `share_left`
                  of a sum of gradients: how many gradients a step adds up, and which share of
                  float32's sum is left in few bits. NaN for other places.
@@ -85,6 +89,7 @@ class Finding(NamedTuple):
     free_tensor_rates: tuple[tuple[float, ...], ...] = ()
     longest_step: float = math.nan
     longest_step_float32: float = math.nan
+    drifted: float = math.nan
     decay_rate: float = math.nan
     bytes_per_parameter: float = math.nan
     left_in_float32: tuple[str, ...] = ()
@@ -137,6 +142,8 @@ class Finding(NamedTuple):
             f"longest step {self.longest_step:,.3g} learning rates "
             f"(float32 {self.longest_step_float32:,.3g})"
         ]
+        if self.drifted > DRIFTING:
+            parts.append(f"{self.drifted:.0%} of the numbers move although float32's stand still")
         if math.isfinite(self.decay_rate) and abs(self.decay_rate - 1) > 0.1:
             parts.append(f"{self.decay_rate:.2f} of the weight decay arrives")
         parts.append(f"{self.bytes_per_parameter:.3g} bytes a parameter")
