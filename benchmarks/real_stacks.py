@@ -446,6 +446,25 @@ def averages(section: Section) -> None:
 
         return measure
 
+    def doctor_on_average(share: float) -> Callable[[], str]:
+        """What measures what the doctor says of an average in float32 that follows a weight by this
+        share of the way."""
+
+        def finding() -> str:
+            weight = nn.Parameter(torch.full((4,), 2.0))
+            average = torch.full((4,), 1.0)
+            optimizer = torch.optim.SGD([weight], lr=1e-3)
+            doctor = Doctor(optimizer, formats=("weights=bf16",))
+            doctor.follow("average", [average], share, ("bf16",))
+            for _ in range(2_000):
+                weight.grad = torch.zeros(4)
+                optimizer.step()
+                average.lerp_(weight.detach(), share)
+            (finding,) = (x for x in doctor.report() if x.place == "average")
+            return f"average=bf16: {finding.verdict}, rate {finding.rate:.2f}"
+
+        return finding
+
     for decay in (0.999, 0.99):
         for name in ("get_ema_avg_fn", "get_ema_multi_avg_fn"):
             function = getattr(swa_utils, name)(decay)
@@ -455,6 +474,7 @@ def averages(section: Section) -> None:
                 f"AveragedModel of a bf16 model, {name}({decay})",
                 "average of a weight that jumped from 1 to 2, 5,000 updates later",
                 averaged(5_000, **option),
+                doctor_on_average(1 - decay),
             )
 
     def unless_refused(measure: Callable[[torch.dtype], float]) -> Callable[[], str]:
@@ -501,12 +521,14 @@ def averages(section: Section) -> None:
         "target network, bf16, tau * source + (1 - tau) * target, tau 0.005",
         figure,
         target_network(lambda target, source: 0.005 * source + (1 - 0.005) * target),
+        doctor_on_average(0.005),
     )
     add(
         "torch",
         "target network, bf16, target.lerp_(source, 0.005)",
         figure,
         target_network(lambda target, source: target.lerp_(source, 0.005)),
+        doctor_on_average(0.005),
     )
 
     def ema_pytorch(dtype: torch.dtype) -> float:
@@ -581,12 +603,33 @@ def averages(section: Section) -> None:
 
         return measure
 
+    def doctor_on_sum(average: float) -> Callable[[], str]:
+        """What measures what the doctor says of a training by SGD that adds up these gradients in
+        float32."""
+
+        def finding() -> str:
+            weights = nn.Parameter(torch.zeros(SHAPE))
+            optimizer = torch.optim.SGD([weights], lr=1e-3)
+            doctor = Doctor(optimizer, formats=("grad=bf16",), length=2)
+            draw = noise(average)
+            for _ in range(4):
+                optimizer.zero_grad()
+                for t in range(4_096):
+                    (weights * draw(t, weights)).sum().backward()
+                optimizer.step()
+            (finding,) = doctor.report()
+            left = f"{finding.share_left:.3f} of the sum is left"
+            return f"grad=bf16: {finding.verdict}, rate {finding.rate:.2f}, {left}"
+
+        return finding
+
     for average in (1.0, 0.5, 0.1):
         add(
             "torch",
             f"gradients from N({average:g}, 1) of 4,096 micro-batches, added up in bf16",
             "share of the sum that is left",
             gradient_sum(average),
+            doctor_on_sum(average),
         )
 
 
