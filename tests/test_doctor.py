@@ -17,7 +17,7 @@ from fp8rl.bits.formats import Format
 from fp8rl.bits.places import SLACK, PlaceFormat, places_of
 from fp8rl.build import build
 from fp8rl.doctor import Doctor, FormatRows
-from fp8rl.doctor.verdicts import Evidence, uncertain
+from fp8rl.doctor.verdicts import Evidence, doubts, verdict_of
 from fp8rl.study.watched_run import watched as watch
 from fp8rl.train import train
 
@@ -419,24 +419,26 @@ def evidence(overall=1.0, error=0.0, last=1.0, last_error=0.0, tensor=1.0, tenso
 
 
 @pytest.mark.parametrize(
-    ("measured", "verdict", "doubt"),
+    ("measured", "is_noisy", "verdict", "others"),
     [
-        (evidence(overall=0.45, error=0.02), "slower", ""),
-        (evidence(overall=0.45, error=0.03), "as float32", "slower"),
-        (evidence(overall=0.45, error=0.02, last=0.0), "stalls", ""),
-        (evidence(overall=0.45, error=0.02, last=0.09, last_error=0.01), "slower", "stalls"),
-        (evidence(last=0.45, last_error=0.03), "as float32", "slower"),
-        (evidence(overall=4.5, error=0.2), "faster", ""),
-        (evidence(overall=4.5, error=0.3), "as float32", "faster"),
-        (evidence(tensor=0.0), "frozen tensors", ""),
-        (evidence(tensor=0.0, tensor_error=0.03), "as float32", ""),
-        (evidence(tensor=5.0, tensor_error=0.4), "faster", ""),
-        (evidence(tensor=5.0, tensor_error=0.6), "as float32", ""),
+        (evidence(overall=0.45, error=0.02), False, "slower", []),
+        (evidence(overall=0.45, error=0.03), False, "slower", ["as float32"]),
+        (evidence(overall=0.55, error=0.03), False, "as float32", ["slower"]),
+        (evidence(overall=0.45, error=0.03), True, "as float32", ["slower"]),
+        (evidence(overall=0.45, error=0.02, last=0.0), False, "stalls", []),
+        (evidence(overall=0.4, last=0.09, last_error=0.01), False, "stalls", ["slower"]),
+        (evidence(last=0.45, last_error=0.03), False, "slower", ["as float32"]),
+        (evidence(overall=4.5, error=0.2), False, "faster", []),
+        (evidence(overall=4.5, error=0.3), False, "faster", ["as float32"]),
+        (evidence(tensor=0.0), False, "frozen tensors", []),
+        (evidence(tensor=0.0, tensor_error=0.03), False, "as float32", []),
+        (evidence(tensor=5.0, tensor_error=0.4), False, "faster", []),
+        (evidence(tensor=5.0, tensor_error=0.6), False, "as float32", []),
     ],
 )
-def test_what_two_standard_errors_could_undo_is_not_said(measured, verdict, doubt):
-    assert measured.verdict((0.5, 4)) == verdict
-    assert uncertain(measured, verdict, (0.5, 4)) == doubt
+def test_what_two_standard_errors_could_change_is_named(measured, is_noisy, verdict, others):
+    assert verdict_of(measured, (0.5, 4), is_noisy) == verdict
+    assert doubts(measured, verdict, (0.5, 4), is_noisy) == others
 
 
 class Block(nn.Module):

@@ -175,10 +175,17 @@ class Evidence(NamedTuple):
             if is_above(rate, self.tensor_errors[name], high)
         ]
 
-    def without_errors(self) -> "Evidence":
-        """The same rates, as if they had no errors."""
-        no_errors = dict.fromkeys(self.tensors, 0.0)
-        return self._replace(error=0.0, last_error=0.0, tensor_errors=no_errors)
+    def shifted(self, errors: float) -> "Evidence":
+        """The evidence with the rates of the whole training moved by so many standard errors, and
+        then without errors. Tensors keep theirs."""
+        overall_by = errors * np.nan_to_num(self.error)
+        last_by = errors * np.nan_to_num(self.last_error)
+        return self._replace(
+            overall=self.overall + overall_by,
+            last=self.last + last_by,
+            error=0.0,
+            last_error=0.0,
+        )
 
     def verdict(self, tolerates: tuple[float, float]) -> str:
         """The verdict, by the factors of the learning rate that the training tolerates.
@@ -255,7 +262,7 @@ def judge(
         noise = Errors.of_noise(trials, steps_per_trial, len(windows), sample)
         errors = errors.or_larger(noise)
     measured = Evidence.measured(windows, weight, names, errors)
-    verdict = measured.verdict(tolerates)
+    verdict = verdict_of(measured, tolerates, is_noisy)
     why = ""
     mechanism = mechanism_of(place, measured.lost, length, looked)
     free_rate = math.nan
@@ -265,7 +272,7 @@ def judge(
         on_its_own = Evidence.measured(free, weight, names, free_errors)
         free_rate = on_its_own.overall
         worse = worse_of(measured, on_its_own)
-        worse_verdict = worse.verdict(tolerates)
+        worse_verdict = verdict_of(worse, tolerates, is_noisy)
         if SEVERITY.index(worse_verdict) > SEVERITY.index(verdict):
             verdict = worse_verdict
             rates = (
@@ -286,8 +293,9 @@ def judge(
             why += "; where float32 hardly moves, its noise is not judged"
     if not why:
         why = explain(rates_in_words(measured), measured, verdict, tolerates, mechanism)
-        if doubt := uncertain(measured, verdict, tolerates):
-            why += f'; perhaps "{doubt}", which a larger sample would tell'
+        if others := doubts(measured, verdict, tolerates, is_noisy):
+            quoted = " or ".join(f'"{other}"' for other in others)
+            why += f"; perhaps {quoted}, which a larger sample would tell"
     parts = in_parts(windows, PARTS)
     return Finding(
         optimizer,
@@ -310,16 +318,25 @@ def judge(
     )
 
 
-def uncertain(measured: Evidence, verdict: str, tolerates: tuple[float, float]) -> str:
-    """The worse verdict on the training as a whole that the same rates would have without errors,
-    or an empty string."""
-    low, high = tolerates
-    certain = measured.without_errors()
-    harsher = certain.verdict(tolerates)
-    is_of_the_whole = not low <= certain.overall <= high or certain.last < low
-    if is_of_the_whole and SEVERITY.index(harsher) > SEVERITY.index(verdict):
-        return harsher
-    return ""
+def verdict_of(measured: Evidence, tolerates: tuple[float, float], is_noisy: bool) -> str:
+    """The verdict on a row.
+
+    It follows from the rates of the whole training as they were measured: if a rate is below a
+    limit but could be above it, "as float32" would be no better founded than "slower". Stochastic
+    rounding is right in the mean, so its rates must be beyond a limit by more than their errors.
+    Single tensors are many, and some are off by chance. So they must be, too.
+    """
+    return (measured if is_noisy else measured.shifted(0)).verdict(tolerates)
+
+
+def doubts(
+    measured: Evidence, verdict: str, tolerates: tuple[float, float], is_noisy: bool
+) -> list[str]:
+    """Other verdicts that rates within two standard errors of those measured would have. Of a
+    stochastic row, whose verdict allows for the errors, the one of the rates as they are."""
+    shifts = (0,) if is_noisy else (ERRORS, -ERRORS)
+    others = [measured.shifted(errors).verdict(tolerates) for errors in shifts]
+    return [other for other in dict.fromkeys(others) if other != verdict]
 
 
 def worse_of(anchored: Evidence, free: Evidence) -> Evidence:
