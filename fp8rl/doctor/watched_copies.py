@@ -63,6 +63,9 @@ class WatchedCopy:
         self.reason = ""
         self.diverged = 0
         self.start: np.ndarray | None = None  # sampled weights at the beginning of the window
+        self.displaced: np.ndarray | None = None  # how far other code has moved them since then
+        self.bytes: list[int] = []  # what is kept of each tensor; empty before the first step
+        self.in_float32: list[bool] = []  # whether a tensor is kept wholly in float32
 
 
 class WatchedCopies:
@@ -101,8 +104,7 @@ class WatchedCopies:
         self.longest = torch.zeros(len(parameters))  # the script's own longest steps
         self.longest_ways = np.zeros(len(parameters))  # the script's, in a window (`DRIFT`)
         self.group = groups_of(optimizer, self.keys)
-        self.decaying = None  # the settings of the group with the most weight decay
-        self.script_class = type(optimizer)
+        self.decaying_group = 0  # the number of the group with the most weight decay
         self.updates = 0
         self.learning_rates = 0.0  # their sum over the updates, in the decaying group
         self.last: list[torch.Tensor] | None = None  # the script's weights after its last step
@@ -291,7 +293,7 @@ class WatchedCopies:
         if watched.diverged:
             why = f"its weights became infinite or NaN at update {watched.diverged}"
             finding = finding._replace(verdict="diverges", why=why)
-        if not hasattr(watched, "bytes"):
+        if not watched.bytes:
             return finding
         numbers = np.asarray(self.sample.sizes)
         longest = float(watched.longest.max())
@@ -315,7 +317,7 @@ class WatchedCopies:
             ),
             decay_rate=self.decay_rate(watched),
             tensor_longest_steps=by_name(self.tensor_names, watched.longest.tolist()),
-            tensor_bytes=by_name(self.tensor_names, (watched.bytes / numbers).tolist()),
+            tensor_bytes=by_name(self.tensor_names, (np.asarray(watched.bytes) / numbers).tolist()),
         )
 
     def decay_rate(self, watched: WatchedCopy) -> float:
