@@ -8,7 +8,7 @@ it is not, the script stops and names it.
 
     python benchmarks/stack_defaults.py benchmarks/results/stack_defaults.md
 
-It needs pip and PyYAML, but no torch, and takes half a minute. The page docs/stack_defaults.md says
+It needs pip and PyYAML, but no torch, and takes a minute. The page docs/stack_defaults.md says
 what follows for a training.
 """
 
@@ -73,7 +73,7 @@ QUESTIONS = Answers(
     kept="With top-p, the learner's probabilities are of the kept tokens",
     engine="Log-probabilities that are asked of the engine",
     log_probs="Type of the learner's log-probabilities",
-    weights="Type of the stored weights",
+    weights="Type of the stored weights and of Adam's moments",
     names="What the code calls log μ and log π₀",
 )
 
@@ -126,6 +126,10 @@ def read_trl(releases: dict[str, Release]) -> Answers:
     )
     loading = "dtype = kwargs.get('dtype', 'float32')"
     trl.holds("trl/trainer/utils.py", "create_model_from_path", loading)
+    # The trained model itself is cast, and stays so
+    trl.holds(trainer, "GRPOTrainer._generate_single_turn", "unwrapped_model.to(torch.bfloat16)")
+    bf16 = "self.bf16 = not self.fp16 if self.bf16 is None else self.bf16"
+    trl.holds("trl/trainer/base_config.py", "_BaseConfig.__post_init__", bf16)
     mode = trl.field(config, "GRPOConfig", "vllm_importance_sampling_mode")
     upper = trl.field(config, "GRPOConfig", "vllm_importance_sampling_clip_max")
     lower = trl.field(config, "GRPOConfig", "vllm_importance_sampling_clip_min")
@@ -143,7 +147,8 @@ def read_trl(releases: dict[str, Release]) -> Answers:
         kept="no",
         engine="`processed_logprobs`, with vLLM",
         log_probs="float32, of logits in autocast's type",
-        weights="float32 if `model` is a path; if it is a model, that model's",
+        weights="float32 if `model` is a path; if it is a model, that model's; bf16 with "
+        "`use_transformers_continuous_batching`",
         names="`sampling_per_token_logps`, `old_per_token_logps`",
     )
 
@@ -213,6 +218,7 @@ def read_verl(releases: dict[str, Release]) -> Answers:
     must_be(correction["bypass_mode"], False)
     must_be(rollout["calculate_log_probs"], True)
     must_be(actor["optim"]["optimizer_impl"], "torch.optim")
+    verl.has_defaults("verl/workers/config/rollout.py", "RolloutConfig", calculate_log_probs=False)
     for file in ASYNC_VERL.values():
         must_be(verl.yaml(file, "algorithm.rollout_correction.bypass_mode"), True)
         must_be(verl.yaml(file, "actor_rollout_ref.rollout.calculate_log_probs"), True)
@@ -269,7 +275,7 @@ def read_verl(releases: dict[str, Release]) -> Answers:
         f"{actor['clip_ratio_c']}",
         temperature="yes, in the logits' type",
         kept="no",
-        engine=f"`{rollout['logprobs_mode']}` (`calculate_log_probs: true`)",
+        engine=f"`{rollout['logprobs_mode']}` (`calculate_log_probs: true` in YAML)",
         log_probs="flash-attn's; without it, log_softmax of the logits as they are",
         weights=f"{stored}, computing in bf16 (FSDP)",
         names="`rollout_log_probs`, `old_log_probs`",
@@ -347,7 +353,7 @@ def read_openrlhf(releases: dict[str, Release]) -> Answers:
         kept="no",
         engine="`processed_logprobs` with the correction on, else none",
         log_probs="float32",
-        weights=f"{openrlhf.option(command, '--ds.param_dtype')}, in DeepSpeed's bf16 mode",
+        weights=f"{openrlhf.option(command, '--ds.param_dtype')}, and what DeepSpeed's bf16 mode makes of it",
         names="`rollout_log_probs`, `action_log_probs`",
     )
 
@@ -735,7 +741,10 @@ def table(releases: dict[str, Release]) -> str:
     answers = [read(releases) for _, read in STACKS.values()]
     packages = [package for package, _ in STACKS.values()]
     versions = ["version", *(f"{package} {PINNED[package]}" for package in packages)]
-    dates = ["newest file in it", *(none(releases[package].dated) for package in packages)]
+    dates = [
+        "newest file in it",
+        *(str(releases[package].dated or "not dated") for package in packages),
+    ]
     rows = [versions, dates, *zip(QUESTIONS, *answers, strict=True)]
     return table_of(["", *STACKS], rows)
 
