@@ -129,7 +129,7 @@ class Release:
                     return value_of(defaults[0]) if defaults else None
         raise Changed(f"{self.folder.name}: {file} has no option {flag}")
 
-    def yaml(self, file: str, key: str):
+    def yaml_value(self, file: str, key: str):
         """A value of a YAML file, by its keys with dots between them."""
         value = yaml.safe_load(self.text(file))
         for name in key.split("."):

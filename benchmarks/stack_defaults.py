@@ -211,17 +211,17 @@ def read_verl(releases: dict[str, Release]) -> Answers:
     config = "verl/trainer/config/_generated_ppo_trainer.yaml"  # all of the trainer's YAML, joined
     losses = "verl/trainer/ppo/core_algos.py"
     engine = "verl/workers/engine/fsdp/transformer_impl.py"
-    correction = verl.yaml(config, "algorithm.rollout_correction")
-    actor = verl.yaml(config, "actor_rollout_ref.actor")
-    rollout = verl.yaml(config, "actor_rollout_ref.rollout")
+    correction = verl.yaml_value(config, "algorithm.rollout_correction")
+    actor = verl.yaml_value(config, "actor_rollout_ref.actor")
+    rollout = verl.yaml_value(config, "actor_rollout_ref.rollout")
     must_be(correction["rollout_is"], None)
     must_be(correction["bypass_mode"], False)
     must_be(rollout["calculate_log_probs"], True)
     must_be(actor["optim"]["optimizer_impl"], "torch.optim")
     verl.has_defaults("verl/workers/config/rollout.py", "RolloutConfig", calculate_log_probs=False)
     for file in ASYNC_VERL.values():
-        must_be(verl.yaml(file, "algorithm.rollout_correction.bypass_mode"), True)
-        must_be(verl.yaml(file, "actor_rollout_ref.rollout.calculate_log_probs"), True)
+        must_be(verl.yaml_value(file, "algorithm.rollout_correction.bypass_mode"), True)
+        must_be(verl.yaml_value(file, "actor_rollout_ref.rollout.calculate_log_probs"), True)
     verl.holds(
         "verl/trainer/ppo/rollout_corr_helper.py",
         "compute_rollout_correction_weights",

@@ -53,8 +53,8 @@ def test_a_default_is_read_where_it_stands(release):
     assert release.parameter("stack/config.py", "main", "steps") == 10
     assert release.option("stack/config.py", "--upper") == 5.0
     assert release.option("stack/config.py", "--fast") is None
-    assert release.yaml("stack/trainer.yaml", "correction.level") is None
-    assert release.yaml("stack/trainer.yaml", "correction.upper") == 2.0
+    assert release.yaml_value("stack/trainer.yaml", "correction.level") is None
+    assert release.yaml_value("stack/trainer.yaml", "correction.upper") == 2.0
     assert release.dated == date(2026, 10, 15)
 
 
@@ -66,7 +66,7 @@ def test_a_default_is_read_where_it_stands(release):
         lambda release: release.has_defaults("stack/config.py", "Config", clip=0.3),
         lambda release: release.parameter("stack/config.py", "main", "seed"),
         lambda release: release.option("stack/config.py", "--lower"),
-        lambda release: release.yaml("stack/trainer.yaml", "correction.lower"),
+        lambda release: release.yaml_value("stack/trainer.yaml", "correction.lower"),
         lambda release: release.text("config.yaml"),
         lambda release: release.text("loss.py"),  # two files
         lambda release: release.holds("stack/loss.py", "Trainer.loss", "ratio = pi - mu"),
