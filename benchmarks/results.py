@@ -59,6 +59,8 @@ COMMANDS = {
     "acting": "python benchmarks/acting.py table benchmarks/results/acting.md",
     # Is a gap of log-probabilities rounding or a bug?
     "dumps": "python benchmarks/dumps.py report benchmarks/results/dumps.md",
+    # What do RL stacks for language models do about actor and learner by default?
+    "stack_defaults": "python benchmarks/stack_defaults.py benchmarks/results/stack_defaults.md",
     # How long does one wait, beside what one would use instead?
     "waits": "python benchmarks/waits.py benchmarks/results/waits.md --only clone study",
     "from_start": "python benchmarks/waits.py benchmarks/results/from_start.md --only train train_long",
@@ -99,6 +101,7 @@ NEEDED_PACKAGES = {
     "populations": ("jax",),
     "populations_cuda": ("jax",),
     "fp8_sums": ("mmaemu", "torchao"),
+    "stack_defaults": ("yaml",),
     "real_stacks": (
         "torchao",
         "bitsandbytes",

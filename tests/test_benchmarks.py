@@ -457,6 +457,12 @@ def one_stack(module, monkeypatch) -> None:
     monkeypatch.setattr(module, "SECTIONS", {"torch": line})
 
 
+def no_releases(module, monkeypatch) -> None:
+    """No release is downloaded."""
+    monkeypatch.setattr(module, "fetch", lambda folder: {"trl": module.Release(folder)})
+    monkeypatch.setattr(module, "STACKS", {"a stack": ("trl", lambda releases: module.QUESTIONS)})
+
+
 class Run(NamedTuple):
     """The smallest run of a benchmark.
 
@@ -689,6 +695,10 @@ RUNS = {
     "real_stacks": Run(
         {"real_stacks.md": {"what is run", "in few bits", "in float32", "the doctor"}},
         prepare=one_stack,
+    ),
+    "stack_defaults": Run(
+        {"stack_defaults.md": {"", "a stack"}},
+        prepare=no_releases,
     ),
 }
 
