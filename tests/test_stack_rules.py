@@ -131,13 +131,13 @@ def test_a_report_of_a_stack_in_words():
     text = str(like("trl", {**dump, "completion_mask": MASK}))
     assert text.splitlines() == [
         "like TRL's GRPOTrainer (1.16.0):",
-        "  default use_vllm=True, the rest default: drops sequences whose product of ratios is "
-        "above 3, and weighs the other tokens by the product of ratios",
-        "    drops 3 of 8 tokens (37.50%) and 1 of 3 sequences whole",
-        "    weights from 0.16 to 2.4, mean 0.94 with those dropped; effective sample size left: "
-        "0.3776 of the sequences (1.1 of 3)",
-        "  with vllm_importance_sampling_correction=False: corrects nothing",
-        "    all 8 tokens count alike",
+        "  default (use_vllm=True): drops sequences whose product of ratios is above 3, and weighs "
+        "the others by it",
+        "    drops 3 of 8 tokens (37.50%), no token is left of 1 of 3 sequences",
+        "    weights: mean 0.94, from 0.16 to 2.4",
+        "    effective sample size left: 1.1 of 3 sequences (37.76%)",
+        "  option (vllm_importance_sampling_correction=False): corrects nothing, so all tokens "
+        "count alike",
     ]
 
 

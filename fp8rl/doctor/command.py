@@ -19,7 +19,8 @@ hooks that do so.
 what was said beside what happened (compare.py).
 
 `mismatch` reads a learner's and an actor's log-probabilities of the same tokens and says whether
-they differ by rounding or by a bug (doctor/mismatch.py).
+they differ by rounding or by a bug (doctor/mismatch.py). With `--like trl` it also says what that
+stack would do with the tokens (doctor/stack_rules.py).
 
 A module is run with `-m`, as in `watch -m package.train`. The script runs as Python would run it
 (run_script.py). Everything in the command is checked before it starts, without torch and NumPy, so

@@ -6,7 +6,7 @@ token, or one for each sequence.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -144,24 +144,40 @@ def parsed(what: str, line: bytes) -> dict:
 def read_parquet(what: str, path: Path) -> dict[str, list]:
     """The records of a Parquet file. Only the columns that are needed are read."""
     try:
-        import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise ValueError(f"{what}, which needs a package: {INSTALL}") from error
+    path.open("rb").close()  # raises OSError for a file that is not there
     records = Records(what)
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            roles = find_names(what, columns)
-            needed = [name for group in roles.values() for name in group]
-            first = 0
-            for batch in file.iter_batches(ROWS_AT_ONCE, columns=needed):
-                for i, record in enumerate(records_of(batch)):
-                    records.add(f"row {first + i}", record)
-                first += len(batch)
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{what}, which is not a complete Parquet file") from error
+    row = 0
+    for batch in parquet_batches(what, path, pyarrow.parquet.ParquetFile):
+        for record in batch:
+            records.add(f"row {row}", record)
+            row += 1
     return records.arrays()
+
+
+def parquet_batches(what: str, path: Path, open_file) -> Iterator[list[dict]]:
+    """The records of a Parquet file, some at a time. `open_file` is pyarrow's ParquetFile."""
+    incomplete = f"{what}, which is not a complete Parquet file"
+    try:
+        file = open_file(path)
+        columns = file.schema_arrow.names
+    except Exception as error:  # whatever a file that is cut off or forged makes pyarrow raise
+        raise ValueError(incomplete) from error
+    with file:
+        roles = find_names(what, columns)
+        needed = [name for group in roles.values() for name in group]
+        batches = file.iter_batches(ROWS_AT_ONCE, columns=needed)
+        while True:
+            try:
+                batch = next(batches, None)
+                records = None if batch is None else records_of(batch)
+            except Exception as error:
+                raise ValueError(incomplete) from error
+            if records is None:
+                return
+            yield records
 
 
 def records_of(batch) -> list[dict]:

@@ -71,7 +71,7 @@ RULES = {
         "TRL's GRPOTrainer",
         "1.16.0",
         (
-            Rule("use_vllm=True, the rest default", PRODUCT, PRODUCT, DROP, upper=3.0),
+            Rule("use_vllm=True", PRODUCT, PRODUCT, DROP, upper=3.0),
             Rule("vllm_importance_sampling_correction=False"),
         ),
     ),
@@ -99,9 +99,9 @@ RULES = {
         "1.0.4",
         (
             Rule("use_decoupled_loss=False, eps_clip=0.2", TOKEN, TOKEN, CLIP, 0.8, 1.2),
-            Rule("use_decoupled_loss"),
-            Rule("use_decoupled_loss, rejection_sampling", TOKEN, TOKEN, DROP, upper=5.0),
-            Rule("use_decoupled_loss, rejection_sampling by sequence", MEAN, MEAN, DROP, upper=5.0),
+            Rule("use_decoupled_loss=True"),
+            Rule("use_decoupled_loss=True, rejection_sampling", TOKEN, TOKEN, DROP, upper=5.0),
+            Rule("the same, rejection_sampling.level=sequence", MEAN, MEAN, DROP, upper=5.0),
         ),
     ),
     "nemo-rl": Stack(
@@ -110,7 +110,7 @@ RULES = {
         (
             Rule("use_importance_sampling_correction=false"),
             Rule("use_importance_sampling_correction=true", TOKEN),
-            Rule("as in prorlv2.yaml (icepop)", TOKEN, TOKEN, DROP, 0.5, 5.0),
+            Rule("prorlv2.yaml: icepop", TOKEN, TOKEN, DROP, 0.5, 5.0),
         ),
     ),
 }
@@ -289,24 +289,22 @@ def words_of(rule: Rule) -> str:
     unit = "tokens" if rule.gate == TOKEN else "sequences"
     if rule.action == CLIP:
         return (
-            "takes the engine's log-probabilities as the old ones of PPO, so the ratio is weight "
-            f"and clip at once: no gradient above {rule.upper:g} at a positive advantage, nor "
-            f"below {rule.lower:g} at a negative one"
+            "takes the engine's log-probabilities as PPO's old ones, so the ratio is both weight "
+            f"and clip: no gradient above {rule.upper:g} at a positive advantage, nor below "
+            f"{rule.lower:g} at a negative one"
         )
     if rule.action == DROP:
-        weighed = f"weighs the other tokens by the {rule.weight}"
-        return f"drops {unit} whose {rule.gate} is {bounds_of(rule)}, and {weighed}"
+        by = "by it" if rule.weight == rule.gate else f"token by token by the {rule.weight}"
+        beyond = f"above {rule.upper:g}"
+        if rule.lower > 0:
+            beyond = f"below {rule.lower:g} or above {rule.upper:g}"
+        return f"drops {unit} whose {rule.gate} is {beyond}, and weighs the others {by}"
     if rule.action == TRUNCATE:
-        return f"weighs tokens by the {rule.weight}, truncated where it is {bounds_of(rule)}"
+        to = f"between {rule.lower:g} and {rule.upper:g}" if rule.lower > 0 else f"{rule.upper:g}"
+        return f"weighs {unit} by the {rule.weight}, truncated to {to}"
     if rule.weight != NONE:
-        return f"weighs tokens by the {rule.weight}, whatever it is"
-    return "corrects nothing"
-
-
-def bounds_of(rule: Rule) -> str:
-    if rule.lower > 0:
-        return f"below {rule.lower:g} or above {rule.upper:g}"
-    return f"above {rule.upper:g}"
+        return f"weighs tokens by the {rule.weight}, without a bound"
+    return "corrects nothing, so all tokens count alike"
 
 
 def note_on(rule: Rule, tokens: Tokens) -> str:
@@ -316,33 +314,41 @@ def note_on(rule: Rule, tokens: Tokens) -> str:
 
 
 def lines_of(outcome: Outcome, is_default: bool) -> list[str]:
-    """Two or three lines on what a rule does to the dump."""
-    begin = "default" if is_default else "with"
-    lines = [f"  {begin} {outcome.setting}: {outcome.says}"]
+    """What a rule does to the dump, in up to five lines."""
+    begin = "default" if is_default else "option"
+    lines = [f"  {begin} ({outcome.setting}): {outcome.says}"]
     if outcome.note:
         lines.append(f"    {outcome.note}")
     if outcome.smallest_weight == outcome.largest_weight == 1 and not outcome.dropped_tokens:
-        lines.append(f"    all {outcome.tokens:,} tokens count alike")
         return lines
-    parts = [
-        f"drops {outcome.dropped_tokens:,} of {outcome.tokens:,} tokens "
-        f"({outcome.dropped_tokens / outcome.tokens:.2%}) and {outcome.dropped_sequences:,} of "
-        f"{outcome.sequences:,} sequences whole"
-    ]
-    if outcome.truncated_tokens:
-        parts.append(f"truncates {outcome.truncated_tokens:,}")
-    lines.append("    " + ", ".join(parts))
+    lines.append(f"    {losses_of(outcome)}")
     if outcome.dropped_tokens == outcome.tokens:
-        lines.append("    nothing is left to learn from")
         return lines
-    lines.append(
-        f"    weights from {outcome.smallest_weight:.3g} to {outcome.largest_weight:.3g}, mean "
-        f"{outcome.mean_weight:.3g} with those dropped; effective sample size left: "
-        f"{outcome.sample_size:.4f} of the {outcome.sample_unit} "
-        f"({amount(outcome.sample_size * total_of(outcome))} of {total_of(outcome):,})"
-    )
+    total = outcome.tokens if outcome.sample_unit == "tokens" else outcome.sequences
+    left = outcome.sample_size * total
+    lines += [
+        f"    weights: mean {outcome.mean_weight:.3g}, from {outcome.smallest_weight:.3g} to "
+        f"{outcome.largest_weight:.3g}",
+        f"    effective sample size left: {amount(left)} of {total:,} {outcome.sample_unit} "
+        f"({outcome.sample_size:.2%})",
+    ]
     return lines
 
 
-def total_of(outcome: Outcome) -> int:
-    return outcome.tokens if outcome.sample_unit == "tokens" else outcome.sequences
+def losses_of(outcome: Outcome) -> str:
+    """How many tokens are dropped, and how many are truncated."""
+    if outcome.dropped_tokens == outcome.tokens:
+        return "drops all tokens: nothing is left to learn from"
+    parts = []
+    if outcome.dropped_tokens:
+        parts.append(
+            f"drops {outcome.dropped_tokens:,} of {outcome.tokens:,} tokens "
+            f"({outcome.dropped_tokens / outcome.tokens:.2%})"
+        )
+    if outcome.dropped_sequences:
+        parts.append(
+            f"no token is left of {outcome.dropped_sequences:,} of {outcome.sequences:,} sequences"
+        )
+    if outcome.truncated_tokens:
+        parts.append(f"truncates the weights of {outcome.truncated_tokens:,} tokens")
+    return ", ".join(parts) or "drops nothing"
