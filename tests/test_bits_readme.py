@@ -42,7 +42,7 @@ def test_the_gap_of_bfloat16_is_rounding_and_that_of_a_temperature_is_not():
 
 
 def test_a_stack_does_with_the_gap_of_a_temperature_what_the_page_says():
-    report = printed(MISMATCH + LIKE).splitlines()[-6:]
+    report = printed(MISMATCH + LIKE).splitlines()[-7:]
     assert report[:2] == LIKE_REPORT.splitlines()[:2]
     assert report[-1] == LIKE_REPORT.splitlines()[-1]
 

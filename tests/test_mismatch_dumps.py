@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import sys
+import tracemalloc
 import types
 
 import numpy as np
@@ -67,7 +68,7 @@ def run(capsys):
 # Names
 
 
-def test_a_dict_of_any_stack_is_taken_as_it_is():
+def test_a_dict_of_any_stack_is_taken_as_it_is(tmp_path):
     assert mismatch(OURS) == mismatch(VERL) == EXPECTED
     without_tools = mismatch(LEARNER, ACTOR, IS_ANSWER & IS_MODEL, ADVANTAGES)
     assert mismatch(TRL) == without_tools
@@ -77,6 +78,13 @@ def test_a_dict_of_any_stack_is_taken_as_it_is():
     assert mismatch(openrlhf, advantages=ADVANTAGES) == EXPECTED
     arrays = {name: x.numpy() for name, x in VERL.items()}
     assert mismatch(arrays) == EXPECTED
+    with np.load(written(tmp_path, arrays)) as file:
+        assert mismatch(file) == EXPECTED
+
+
+def written(folder, arrays):
+    np.savez(folder / "dump.npz", **arrays)
+    return folder / "dump.npz"
 
 
 REFUSED_NAMES = {
@@ -209,6 +217,18 @@ def test_types_of_half_precision_are_kept(tmp_path):
     torch.save([half], tmp_path / "list.pt")
     assert mismatch(**read_dump(tmp_path / "dict.pt")) == mismatch(half)
     assert mismatch(**read_dump(tmp_path / "list.pt")) == mismatch(half)
+    one_by_one = [
+        {"old_log_probs": learner, "rollout_log_probs": actor, "advantages": gain}
+        for learner, actor, gain in zip(
+            LEARNER.bfloat16(), ACTOR.half(), ADVANTAGES.bfloat16(), strict=True
+        )
+    ]
+    torch.save(one_by_one, tmp_path / "sequences.pt")
+    report = mismatch(**read_dump(tmp_path / "sequences.pt"))
+    assert report == mismatch(half, advantages=ADVANTAGES.bfloat16())
+    batch = {**half, "advantages": ADVANTAGES.bfloat16()}
+    torch.save([batch], tmp_path / "batch.pt")
+    assert mismatch(**read_dump(tmp_path / "batch.pt")) == report
     assert "lower bound" in str(mismatch(half))
 
 
@@ -254,15 +274,15 @@ class Executed:
         return exec, ("raise SystemExit('code of the dump was run')",)
 
 
-def proto() -> object:
-    """An object whose class has the name of verl's."""
+def verl_protocol() -> types.ModuleType:
+    """A module with a class that has the name of verl's."""
     module = types.ModuleType("verl.protocol")
     module.DataProto = type("DataProto", (), {"__module__": "verl.protocol"})
     return module
 
 
 def test_objects_are_refused_by_name_and_nothing_is_run(tmp_path, monkeypatch):
-    module = proto()
+    module = verl_protocol()
     monkeypatch.setitem(sys.modules, "verl", types.ModuleType("verl"))
     monkeypatch.setitem(sys.modules, "verl.protocol", module)
     batch = module.DataProto()
@@ -364,6 +384,16 @@ def test_a_dump_that_needs_more_memory_than_there_is_is_refused(tmp_path, monkey
         assert code == 2 and "memory" in err and f"{tokens - 1:,} tokens" in err
     monkeypatch.setattr(dump_memory, "available_memory", lambda: None)
     assert run(tmp_path / "dump.pt")[0] == 0
+
+
+def test_a_report_takes_no_more_memory_than_is_assumed():
+    actor = -np.random.default_rng(0).exponential(1.0, (400, 500)).astype(np.float32)
+    learner = actor * np.float32(1.01)
+    tracemalloc.start()
+    mismatch(learner, actor, advantages=np.ones(400))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak / actor.size < dump_memory.BYTES_PER_TOKEN
 
 
 def test_the_memory_of_a_container_counts(tmp_path, monkeypatch):

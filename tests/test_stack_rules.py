@@ -133,12 +133,26 @@ def test_a_report_of_a_stack_in_words():
         "like TRL's GRPOTrainer (1.16.0):",
         "  default (use_vllm=True): drops sequences whose product of ratios is above 3, and weighs "
         "the others by it",
-        "    drops 3 of 8 tokens (37.50%), no token is left of 1 of 3 sequences",
+        "    drops 3 of 8 tokens (37.50%)",
+        "    drops 1 of 3 sequences whole (index 1)",
         "    weights: mean 0.94, from 0.16 to 2.4",
         "    effective sample size left: 1.1 of 3 sequences (37.76%)",
         "  option (vllm_importance_sampling_correction=False): corrects nothing, so all tokens "
         "count alike",
     ]
+
+
+def test_dropped_tokens_and_sequences_are_listed():
+    report = like("areal", LEARNER, ACTOR, MASK, ADVANTAGES)
+    default = report.outcomes[0]
+    assert (default.single_tokens, default.whole_sequences) == (((0, 0),), (2,))
+    assert "drops 3 of 8 tokens (37.50%), such as [0, 0]\n" in str(report)
+    many = like("trl", np.full((9, 4), -1.0), np.full((9, 4), -1.5), [[0] * 4] + [[1] * 4] * 8)
+    assert many.outcomes[0].whole_sequences == tuple(range(1, 9))
+    partly = np.where(np.arange(9)[:, None] > 3, -1.0, -1.5)
+    partly = np.broadcast_to(partly, (9, 4))
+    text = str(like("trl", np.full((9, 4), -1.0), partly))
+    assert "drops 4 of 9 sequences whole (such as indices 0, 1, 2)\n" in text
 
 
 def test_stacks_that_are_not_known_are_refused():

@@ -35,15 +35,15 @@ def read_dump(path: Path) -> dict:
     They are learner_logp and actor_logp, and mask, advantages and lengths if the file has them.
     Raises ValueError, with a message of one line, for a file that is not such a dump.
     """
-    what = f"dump is {path}"
+    subject = f"dump is {path}"
     try:
-        return reader_of(what, path)(what, path)
+        return reader_of(subject, path)(subject, path)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ValueError(f"{what}, which cannot be read: {reason}") from error
+        raise ValueError(f"{subject}, which cannot be read: {reason}") from error
 
 
-def reader_of(what: str, path: Path) -> Callable[[str, Path], dict]:
+def reader_of(subject: str, path: Path) -> Callable[[str, Path], dict]:
     """The function that reads files with this ending."""
     readers = {
         ".npz": read_npz,
@@ -54,18 +54,18 @@ def reader_of(what: str, path: Path) -> Callable[[str, Path], dict]:
     }
     ending = path.suffix.lower()
     if ending in PICKLES:
-        raise ValueError(f"{what}, a pickle, which could run any code: {SAVE_TENSORS}")
+        raise ValueError(f"{subject}, a pickle, which could run any code: {SAVE_TENSORS}")
     if ending not in readers:
-        raise ValueError(f"{what}: use a file that ends with {', '.join(readers)}")
+        raise ValueError(f"{subject}: use a file that ends with {', '.join(readers)}")
     return readers[ending]
 
 
-def read_npz(what: str, path: Path) -> dict[str, np.ndarray]:
+def read_npz(subject: str, path: Path) -> dict[str, np.ndarray]:
     """The arrays in a file of numpy.savez."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = {entry.filename.removesuffix(SUFFIX): entry for entry in archive.infolist()}
-            roles = find_names(what, members)
+            roles = find_names(subject, members)
             arrays = {
                 name: read_array(path, archive, members[name], name)
                 for names in roles.values()
@@ -73,9 +73,9 @@ def read_npz(what: str, path: Path) -> dict[str, np.ndarray]:
             }
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error) as error:
         raise ValueError(
-            f"{what}, which is not a complete .npz file: write it with numpy.savez"
+            f"{subject}, which is not a complete .npz file: write it with numpy.savez"
         ) from error
-    return take_arrays(what, arrays, roles)
+    return take_arrays(subject, arrays, roles)
 
 
 def read_array(

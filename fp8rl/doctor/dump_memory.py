@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-# Bytes for each token, at most, while a report is made: about 25 arrays of float64. A test measures
-# how many there are.
+# Bytes for each token, at most, while a report is made: 25 arrays of float64 and those of the file.
+# A test measures that no more are used.
 BYTES_PER_TOKEN = 200
 MOST_TOKENS = 2**28  # where the memory of the machine is not known
 GB = 1e9

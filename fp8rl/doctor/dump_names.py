@@ -50,10 +50,10 @@ TEXTS = {
 }
 
 
-def find_names(what: str, names: Iterable) -> dict[str, tuple[str, ...]]:
+def find_names(subject: str, names: Iterable) -> dict[str, tuple[str, ...]]:
     """Which names of a dump hold which array: learner_logp, actor_logp, mask, advantages, lengths.
 
-    `what` begins the messages, such as "dump is dump.npz". An array has one name, and a mask may
+    `subject` begins the messages, such as "dump is dump.npz". An array has one name, and a mask may
     have two. Raises ValueError, in one line that lists the names, if a log-probability is missing,
     or if it is not clear which array is meant.
     """
@@ -62,14 +62,14 @@ def find_names(what: str, names: Iterable) -> dict[str, tuple[str, ...]]:
     for role, known in NAMES.items():
         present = tuple(name for name in known if name in names)
         if len(present) > 1:
-            raise ValueError(f"{what}, which has {both(present)}: keep one; {listed(names)}")
+            raise ValueError(f"{subject}, which has {both(present)}: keep one; {listed(names)}")
         if present:
             roles[role] = present
     masks = [tuple(name for name in group if name in names) for group in MASKS]
     masks = [group for group in masks if group]
     if len(masks) > 1:
         raise ValueError(
-            f"{what}, which has the masks {both([group[0] for group in masks])}: keep one; "
+            f"{subject}, which has the masks {both([group[0] for group in masks])}: keep one; "
             f"{listed(names)}"
         )
     if masks:
@@ -77,13 +77,13 @@ def find_names(what: str, names: Iterable) -> dict[str, tuple[str, ...]]:
     for role in (LEARNER, ACTOR):
         if role not in roles:
             others = ", ".join(NAMES[role][1:])
-            raise ValueError(f"{what}, which has no {role} (or {others}): {listed(names)}")
+            raise ValueError(f"{subject}, which has no {role} (or {others}): {listed(names)}")
     if roles[LEARNER] == (LEARNER,) and roles[ACTOR] == (ACTOR,):
         # Nobody but the user has written this, so such a name is one that was misspelt.
         for name in names:
             if name not in KNOWN and any(part in str(name) for part in LOOKS_KNOWN):
                 raise ValueError(
-                    f"{what}, which has {name_in_line(name)!r}: use the names {', '.join(OURS)} "
+                    f"{subject}, which has {name_in_line(name)!r}: use the names {', '.join(OURS)} "
                     "alone"
                 )
     return roles
@@ -109,11 +109,13 @@ def dict_as_arrays(learner_logp, actor_logp, mask, advantages, lengths) -> dict:
     return arrays
 
 
-def take_arrays(what: str, arrays: Mapping, roles: dict | None = None) -> dict:
+def take_arrays(subject: str, arrays: Mapping, roles: dict | None = None) -> dict:
     """The arrays of a dump, as arguments of `mismatch`. Entries that are None are left out."""
     if roles is None:
-        names = [name for name in arrays.keys() if arrays[name] is not None]  # noqa: SIM118
-        roles = find_names(what, names)
+        keys = arrays.keys()
+        # What is not needed may take long to read, as in a file that numpy.load has opened.
+        names = [name for name in keys if name not in KNOWN or arrays[name] is not None]
+        roles = find_names(subject, names)
     taken = {role: arrays[names[0]] for role, names in roles.items()}
     if len(roles.get("mask", ())) == 2:
         first, second = roles["mask"]

@@ -32,6 +32,8 @@ DROP = "drop"
 TRUNCATE = "truncate"
 CLIP = "clip"  # as PPO's: the gradient is 0 beyond the bound on the side of the advantage
 LARGEST_LOG = 700.0  # exp overflows above it
+MOST_PLACES = 10  # dropped tokens that a report lists
+MOST_IN_LINE = 3  # places that a line names
 
 
 class Rule(NamedTuple):
@@ -123,9 +125,11 @@ class Outcome(NamedTuple):
     `says`               what the rule does, in words
     `tokens`, `sequences`
                          number of tokens that count, and of sequences that have one
-    `dropped_tokens`, `dropped_sequences`
-                         how many of them have no gradient; a sequence is dropped with all its
-                         tokens
+    `dropped_tokens`     how many tokens have no gradient
+    `dropped_sequences`  of how many sequences no token is left
+    `whole_sequences`    the indices of these sequences
+    `single_tokens`      [sequence, position] of tokens that are dropped from other sequences, the
+                         first ten
     `truncated_tokens`   tokens whose weight is the bound
     `mean_weight`        mean weight of the tokens, 0 of those that are dropped; the gradient is so
                          much larger or smaller
@@ -142,6 +146,8 @@ class Outcome(NamedTuple):
     sequences: int
     dropped_tokens: int
     dropped_sequences: int
+    whole_sequences: tuple[int, ...]
+    single_tokens: tuple[tuple[int, int], ...]
     truncated_tokens: int
     mean_weight: float
     smallest_weight: float
@@ -211,6 +217,8 @@ def outcome_of(rule: Rule, tokens: Tokens) -> Outcome:
     weight, is_dropped, is_truncated = weigh(rule, log_ratio, mask, tokens.advantages)
     is_used = mask.any(1)
     is_left = mask & ~is_dropped
+    is_whole = is_used & ~is_left.any(1)
+    single = np.argwhere(is_dropped & ~is_whole[:, None])[:MOST_PLACES]
     left = weight[is_left]
     if rule.weight in (PRODUCT, MEAN):
         unit = "sequences"
@@ -224,7 +232,9 @@ def outcome_of(rule: Rule, tokens: Tokens) -> Outcome:
         tokens=int(mask.sum()),
         sequences=int(is_used.sum()),
         dropped_tokens=int(is_dropped.sum()),
-        dropped_sequences=int((is_used & ~is_left.any(1)).sum()),
+        dropped_sequences=int(is_whole.sum()),
+        whole_sequences=tuple(np.flatnonzero(is_whole).tolist()),
+        single_tokens=tuple((i, j) for i, j in single.tolist()),
         truncated_tokens=int(is_truncated.sum()),
         mean_weight=float(weight[mask].mean()),
         smallest_weight=float(left.min()) if left.size else math.nan,
@@ -314,14 +324,14 @@ def note_on(rule: Rule, tokens: Tokens) -> str:
 
 
 def lines_of(outcome: Outcome, is_default: bool) -> list[str]:
-    """What a rule does to the dump, in up to five lines."""
+    """What a rule does to the dump."""
     begin = "default" if is_default else "option"
     lines = [f"  {begin} ({outcome.setting}): {outcome.says}"]
     if outcome.note:
         lines.append(f"    {outcome.note}")
     if outcome.smallest_weight == outcome.largest_weight == 1 and not outcome.dropped_tokens:
         return lines
-    lines.append(f"    {losses_of(outcome)}")
+    lines += [f"    {line}" for line in losses_of(outcome)]
     if outcome.dropped_tokens == outcome.tokens:
         return lines
     total = outcome.tokens if outcome.sample_unit == "tokens" else outcome.sequences
@@ -335,20 +345,28 @@ def lines_of(outcome: Outcome, is_default: bool) -> list[str]:
     return lines
 
 
-def losses_of(outcome: Outcome) -> str:
-    """How many tokens are dropped, and how many are truncated."""
+def losses_of(outcome: Outcome) -> list[str]:
+    """Lines on which tokens are dropped, and how many are truncated."""
     if outcome.dropped_tokens == outcome.tokens:
-        return "drops all tokens: nothing is left to learn from"
-    parts = []
+        return ["drops all tokens: nothing is left to learn from"]
+    lines = []
     if outcome.dropped_tokens:
-        parts.append(
-            f"drops {outcome.dropped_tokens:,} of {outcome.tokens:,} tokens "
-            f"({outcome.dropped_tokens / outcome.tokens:.2%})"
-        )
+        share = outcome.dropped_tokens / outcome.tokens
+        text = f"drops {outcome.dropped_tokens:,} of {outcome.tokens:,} tokens ({share:.2%})"
+        if outcome.single_tokens:
+            places = [f"[{i}, {j}]" for i, j in outcome.single_tokens[:MOST_IN_LINE]]
+            text += f", such as {', '.join(places)}"
+        lines.append(text)
     if outcome.dropped_sequences:
-        parts.append(
-            f"no token is left of {outcome.dropped_sequences:,} of {outcome.sequences:,} sequences"
-        )
+        indices = outcome.whole_sequences
+        places = ", ".join(str(i) for i in indices[:MOST_IN_LINE])
+        if len(indices) == 1:
+            where = f"index {places}"
+        elif len(indices) <= MOST_IN_LINE:
+            where = f"indices {places}"
+        else:
+            where = f"such as indices {places}"
+        lines.append(f"drops {len(indices):,} of {outcome.sequences:,} sequences whole ({where})")
     if outcome.truncated_tokens:
-        parts.append(f"truncates the weights of {outcome.truncated_tokens:,} tokens")
-    return ", ".join(parts) or "drops nothing"
+        lines.append(f"truncates the weights of {outcome.truncated_tokens:,} tokens")
+    return lines or ["drops nothing"]

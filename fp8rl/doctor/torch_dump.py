@@ -22,7 +22,7 @@ DEEPEST = 3  # lists within lists
 BEGINNING = 2**16  # bytes of a pickle in which the name of its object is looked for
 
 
-def read_torch_file(what: str, path: Path) -> dict:
+def read_torch_file(subject: str, path: Path) -> dict:
     """The tensors in a file of torch.save: a dict of tensors, or a list of such dicts.
 
     The file is mapped into memory, so tensors that are not needed, such as logits, are not read.
@@ -32,8 +32,8 @@ def read_torch_file(what: str, path: Path) -> dict:
     if not beginning.startswith(b"PK"):
         name = name_of_object(beginning)
         if name:
-            raise ValueError(f"{what}, which is a pickle of {name}, an object: {SAVE_TENSORS}")
-        raise ValueError(f"{what}, which is not a complete file of torch.save: {SAVE_TENSORS}")
+            raise ValueError(f"{subject}, which is a pickle of {name}, an object: {SAVE_TENSORS}")
+        raise ValueError(f"{subject}, which is not a complete file of torch.save: {SAVE_TENSORS}")
     try:
         with zipfile.ZipFile(path) as archive:
             is_stored = all(
@@ -50,25 +50,27 @@ def read_torch_file(what: str, path: Path) -> dict:
         names = objects_in(path)
         if names.startswith("numpy"):
             raise ValueError(
-                f"{what}, which has NumPy's arrays: write them with numpy.savez"
+                f"{subject}, which has NumPy's arrays: write them with numpy.savez"
             ) from error
         if names:
-            raise ValueError(f"{what}, which holds {names}, an object: {SAVE_TENSORS}") from error
-        raise ValueError(f"{what}, which is not a file of tensors: {SAVE_TENSORS}") from error
+            raise ValueError(
+                f"{subject}, which holds {names}, an object: {SAVE_TENSORS}"
+            ) from error
+        raise ValueError(f"{subject}, which is not a file of tensors: {SAVE_TENSORS}") from error
     except Exception as error:  # whatever a file that is cut off or forged makes torch raise
         raise ValueError(
-            f"{what}, which is not a complete file of torch.save: {SAVE_TENSORS}"
+            f"{subject}, which is not a complete file of torch.save: {SAVE_TENSORS}"
         ) from error
-    return arrays_in(what, path, content)
+    return arrays_in(subject, path, content)
 
 
-def arrays_in(what: str, path: Path, content) -> dict:
+def arrays_in(subject: str, path: Path, content) -> dict:
     """The arrays in what torch.load has returned."""
     if not is_list_of_dicts(content):
-        content = dict_in(what, content)
+        content = dict_in(subject, content)
         check_dict(path, content)
-        return take_arrays(what, content)
-    records = Records(what)
+        return take_arrays(subject, content)
+    records = Records(subject)
     for i, record in enumerate(content):
         check_dict(path, record)
         records.add(f"item {i}", record)
@@ -80,17 +82,19 @@ def is_list_of_dicts(content) -> bool:
     return is_list and bool(content) and all(isinstance(entry, dict) for entry in content)
 
 
-def dict_in(what: str, content) -> dict:
+def dict_in(subject: str, content) -> dict:
     """The dict of tensors: `content` itself, or the one dict in it that has log-probabilities."""
+    if not isinstance(content, dict) and hasattr(content, "keys"):
+        content = dict(content.items())  # tensordict's, where that package has been imported
     if not isinstance(content, dict):
-        raise ValueError(f"{what}, which holds {kind_of(content)} without names: {SAVE_TENSORS}")
+        raise ValueError(f"{subject}, which holds {kind_of(content)} without names: {SAVE_TENSORS}")
     inner = [entry for entry in content.values() if isinstance(entry, dict)]
     with contextlib.suppress(ValueError):
-        find_names(what, content)
+        find_names(subject, content)
         return content
     for entry in inner:
         with contextlib.suppress(ValueError):
-            find_names(what, entry)
+            find_names(subject, entry)
             return entry
     return content
 
