@@ -535,7 +535,7 @@ FILES = {
     "no actor_logp": saved(learner_logp=LEARNER),
     "has 'logp'": saved(**BOTH, logp=ACTOR),
     "holds object": saved(learner_logp=np.full((2, 3), None), actor_logp=ACTOR),
-    "fewer sequences are enough": archive_of(learner_logp=HUGE, actor_logp=HUGE),
+    "GB of memory, and there is room for": archive_of(learner_logp=HUGE, actor_logp=HUGE),
     "in its header, but other data": archive_of(learner_logp=LONGER, actor_logp=LONGER),
     "shape (-1, -4)": archive_of(learner_logp=NEGATIVE, actor_logp=NEGATIVE),
     "no NumPy header": archive_of(learner_logp=CODE, actor_logp=CODE),

@@ -49,6 +49,7 @@ EXAMPLES = (
     "bits.low_bit_adam",
     "doctor.doctor",
     "doctor.mismatch",
+    "doctor.stack_rules",
     "sequences.laboratory",
 )
 

@@ -2,6 +2,7 @@
 
     doctor.py     `Doctor` watches a training in float32 and predicts which formats would change it
     mismatch.py   `mismatch` compares a learner's and an actor's log-probabilities
+    stack_rules.py  `like` shows what an RL stack would do with the same tokens
     __main__.py   `python -m fp8rl.doctor` does both for scripts and files of anybody
 
 README.md beside this file shows how to use them. Nothing here needs more of the package than bits/.

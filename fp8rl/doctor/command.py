@@ -19,7 +19,8 @@ hooks that do so.
 what was said beside what happened (compare.py).
 
 `mismatch` reads a learner's and an actor's log-probabilities of the same tokens and says whether
-they differ by rounding or by a bug (doctor/mismatch.py).
+they differ by rounding or by a bug (doctor/mismatch.py). With `--like trl` it also says what that
+stack would do with the tokens (doctor/stack_rules.py).
 
 A module is run with `-m`, as in `watch -m package.train`. The script runs as Python would run it
 (run_script.py). Everything in the command is checked before it starts, without torch and NumPy, so
@@ -39,6 +40,7 @@ import argparse
 import contextlib
 import importlib.util
 import itertools
+import json
 import math
 import os
 import signal
@@ -237,8 +239,14 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
     dump.add_argument(
         "dump",
         type=Path,
-        help="an .npz file with arrays learner_logp and actor_logp, [sequences, tokens], "
-        "and perhaps mask, advantages and lengths",
+        help="an .npz, .pt, .jsonl or .parquet file with arrays learner_logp and actor_logp, "
+        "[sequences, tokens], and perhaps mask, advantages and lengths, or with the names that "
+        "TRL, verl, OpenRLHF and NeMo-RL give them",
+    )
+    dump.add_argument(
+        "--like",
+        choices=("trl", "verl", "openrlhf", "areal", "nemo-rl"),
+        help="also say what this stack would do with the dump: which tokens it drops or weighs",
     )
     dump.add_argument(
         "--clip",
@@ -595,12 +603,20 @@ def run_mismatch(options: argparse.Namespace, target: None) -> int:
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
     from .dump_file import read_dump
     from .mismatch import mismatch
+    from .stack_rules import like
 
     signal.signal(signal.SIGINT, on_interrupt)
-    report = mismatch(**read_dump(options.dump), clip=options.clip)
+    dump = read_dump(options.dump)
+    report = mismatch(**dump, clip=options.clip)
+    text = report.to_json()
+    lines = [str(report)]
+    if options.like:
+        stack_report = like(options.like, **dump)
+        text = json.dumps(json.loads(text) | {"like": stack_report.as_dict()}, indent=2)
+        lines.append(str(stack_report))
     if options.json:
-        ReportFile(options.json).write(report.to_json())
-    print(report)
+        ReportFile(options.json).write(text)
+    print("\n".join(lines))
     return 0
 
 

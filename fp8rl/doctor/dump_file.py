@@ -1,52 +1,81 @@
-"""Reads arrays of log-probabilities from an .npz file that anybody may have made.
+"""Reads log-probabilities from a file that anybody may have made.
 
-Nothing in the file is trusted before it is checked. No pickles are loaded. The size of an array is
-compared with what the file really holds, before memory is allocated for it.
+Four kinds of files are read, by their ending:
+
+- .npz, which numpy.savez writes;
+- .pt and .pth, which torch.save writes: a dict of tensors, or a list of such dicts;
+- .jsonl, with a sequence or a batch on each line;
+- .parquet, with a sequence in each row, if pyarrow is installed.
+
+Nothing in the file is trusted before it is checked, and nothing in it is executed: no pickles are
+loaded, and torch.load takes tensors alone. The size of an array is compared with what the file
+really holds, and with the memory of the machine, before memory is allocated for it.
 """
 
 import math
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-REQUIRED = ("learner_logp", "actor_logp")
-OPTIONAL = ("mask", "advantages", "lengths")
-MOST_BYTES = 2**30  # the largest size of an array
+from .dump_memory import check_memory
+from .dump_names import find_names, take_arrays
+from .dump_records import read_json_lines, read_parquet
+from .torch_dump import SAVE_TENSORS, read_torch_file
+
 SUFFIX = ".npy"
+PICKLES = (".pkl", ".pickle", ".dp")
 
 
-def read_dump(path: Path) -> dict[str, np.ndarray]:
-    """Reads the arrays of a dump, by name.
+def read_dump(path: Path) -> dict:
+    """Reads the arrays of a dump, as arguments of `mismatch`.
 
     They are learner_logp and actor_logp, and mask, advantages and lengths if the file has them.
     Raises ValueError, with a message of one line, for a file that is not such a dump.
     """
+    subject = f"dump is {path}"
+    try:
+        return reader_of(subject, path)(subject, path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ValueError(f"{subject}, which cannot be read: {reason}") from error
+
+
+def reader_of(subject: str, path: Path) -> Callable[[str, Path], dict]:
+    """The function that reads files with this ending."""
+    readers = {
+        ".npz": read_npz,
+        ".pt": read_torch_file,
+        ".pth": read_torch_file,
+        ".jsonl": read_json_lines,
+        ".parquet": read_parquet,
+    }
+    ending = path.suffix.lower()
+    if ending in PICKLES:
+        raise ValueError(f"{subject}, a pickle, which could run any code: {SAVE_TENSORS}")
+    if ending not in readers:
+        raise ValueError(f"{subject}: use a file that ends with {', '.join(readers)}")
+    return readers[ending]
+
+
+def read_npz(subject: str, path: Path) -> dict[str, np.ndarray]:
+    """The arrays in a file of numpy.savez."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = {entry.filename.removesuffix(SUFFIX): entry for entry in archive.infolist()}
-            check_names(path, members)
-            return {name: read_array(path, archive, entry, name) for name, entry in members.items()}
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ValueError(f"dump is {path}, which cannot be read: {reason}") from error
+            roles = find_names(subject, members)
+            arrays = {
+                name: read_array(path, archive, members[name], name)
+                for names in roles.values()
+                for name in names
+            }
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error) as error:
         raise ValueError(
-            f"dump is {path}, which is not a complete .npz file: write it with numpy.savez"
+            f"{subject}, which is not a complete .npz file: write it with numpy.savez"
         ) from error
-
-
-def check_names(path: Path, names) -> None:
-    known = (*REQUIRED, *OPTIONAL)
-    for name in REQUIRED:
-        if name not in names:
-            raise ValueError(f"dump is {path}, which has no {name}: save it under this name")
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f"dump is {path}, which has {name[:40]!r}: use the names {', '.join(known)} alone"
-            )
+    return take_arrays(subject, arrays, roles)
 
 
 def read_array(
@@ -69,13 +98,14 @@ def read_array(
             ) from error
         if dtype.kind not in "fiub":
             raise ValueError(f"{name} in {path} holds {dtype}: save numbers")
-        size = math.prod(shape) * dtype.itemsize
-        if size > MOST_BYTES:
+        if min(shape, default=0) < 0:
             raise ValueError(
-                f"{name} in {path} has the shape {shape}, {size:,} bytes: "
-                f"give at most {MOST_BYTES:,} bytes, fewer sequences are enough"
+                f"{name} in {path} has the shape {shape} in its header: write it with numpy.savez"
             )
-        if min(shape, default=0) < 0 or entry.file_size - file.tell() != size:
+        count = math.prod(shape)
+        check_memory(f"{name} in {path} has the shape {shape}", count)
+        size = count * dtype.itemsize
+        if entry.file_size - file.tell() != size:
             raise ValueError(
                 f"{name} in {path} has the shape {shape} in its header, but other data: "
                 "write it with numpy.savez"

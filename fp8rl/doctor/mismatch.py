@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .acting_look import KEPT, amount
+from .acting_look import amount
+from .dump_names import dict_as_arrays
 from .findings import without_nan
 from .mismatch_symptoms import (
     FEW_SEQUENCES,
@@ -35,15 +36,8 @@ from .mismatch_symptoms import (
     symptoms_of,
     without_fillers,
 )
-from .token_arrays import (
-    COARSE,
-    as_advantages,
-    as_lengths,
-    as_mask,
-    check_log_probabilities,
-    check_same_tokens,
-    log_probabilities,
-)
+from .probability_gap import ProbabilityGap, horizon_of, lines_of
+from .token_arrays import COARSE, read_tokens
 
 FLOAT32_STEP = 2.0**-23  # distance of float32's numbers at 1; policies compute in float32 at best
 MANY_ZEROS = 0.05  # share of tokens
@@ -105,6 +99,9 @@ class MismatchReport(NamedTuple):
     `clipped_below`         share of the tokens of negative advantage whose ratio is below 1 - clip;
                             without advantages, share of all tokens
     `clipped`               share of all tokens that PPO's clip drops; NaN without advantages
+    `token_mult_prob_error`, `probs_diff_mean`, `probs_diff_max`, `probs_correlation`,
+    `logp_diff_mean`, `logp_diff_max`, `horizon_without_farthest`
+                            the numbers that RL stacks log (probability_gap.py)
     `notes`                 lines that say what limits the numbers
     """
 
@@ -131,6 +128,13 @@ class MismatchReport(NamedTuple):
     clipped_above: float
     clipped_below: float
     clipped: float
+    token_mult_prob_error: float
+    probs_diff_mean: float
+    probs_diff_max: float
+    probs_correlation: float
+    logp_diff_mean: float
+    logp_diff_max: float
+    horizon_without_farthest: float
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -165,7 +169,7 @@ class MismatchReport(NamedTuple):
             "lost a tenth of their sample size",
             f"lengths: sequences of {self.mean_length:,.1f} tokens are {amount(self.horizons)} "
             "horizons long",
-            f"sample size: {self.token_sample_size:.4f} of the tokens, "
+            f"effective sample size: {self.token_sample_size:.4f} of the tokens, "
             f"{self.sequence_sample_size:.4f} of the sequences",
             f"divergence: {self.kl_k1:.3g} nats a token (k1), {self.kl_k3:.3g} (k3)",
             f"ratios: mean {self.mean_ratio:.4f} ± {self.mean_ratio_error:.1g}, "
@@ -182,7 +186,8 @@ class MismatchReport(NamedTuple):
                 f"clip: {self.clipped_above:.2%} of the tokens are above {high:g}, "
                 f"{self.clipped_below:.2%} below {low:g}"
             )
-        return lines
+        beside, *others = lines_of(self)
+        return [lines[0], beside, *lines[1:], *others]
 
     def to_json(self) -> str:
         """The report as a JSON object of all fields. NaN and infinity become null."""
@@ -192,7 +197,7 @@ class MismatchReport(NamedTuple):
 
 
 def mismatch(
-    learner_logp, actor_logp, mask=None, advantages=None, clip: float = 0.2, lengths=None
+    learner_logp, actor_logp=None, mask=None, advantages=None, clip: float = 0.2, lengths=None
 ) -> MismatchReport:
     """Compares the learner's and the actor's log-probabilities of sampled tokens.
 
@@ -217,34 +222,33 @@ def mismatch(
     `lengths`                     [sequences], the number of tokens of each sequence in a packed
                                   row: the differences of cumulated lengths (`cu_seqlens`)
 
+    `learner_logp` may also be a dict that holds the arrays under these names, or under those of
+    TRL, verl, OpenRLHF or NeMo-RL, such as verl's `batch.batch`. What else it holds is left alone.
+
     A verdict needs 256 tokens. Sequences and positions are compared if there are 16 sequences.
     Raises ValueError, with a message of one line, for arrays that cannot be log-probabilities of
     the same tokens.
     """
-    lengths = as_lengths(lengths)
-    learner = log_probabilities("learner_logp", learner_logp, lengths)
-    actor = log_probabilities("actor_logp", actor_logp, lengths)
-    check_same_tokens("learner_logp", learner, actor)
-    used = as_mask(mask, actor, lengths)
-    check_log_probabilities("learner_logp", learner, used)
-    check_log_probabilities("actor_logp", actor, used)
-    gains = None if advantages is None else as_advantages(advantages, used, actor, lengths)
+    arrays = dict_as_arrays(learner_logp, actor_logp, mask, advantages, lengths)
+    learner, actor, used, gains = read_tokens(**arrays)
     if not (isinstance(clip, int | float) and 0 < clip < 1):
         raise ValueError(f"clip is {clip!r}: use a number above 0 and below 1, such as 0.2")
     step = max(learner.step, actor.step, FLOAT32_STEP)
     gap = Gap(np.where(used, learner.values, 0.0), np.where(used, actor.values, 0.0), used, step)
-    return report_on(gap, gains, float(clip))
+    return report_on(gap, gains, float(clip), has_mask="mask" in arrays)
 
 
 # The numbers of the report.
 
 
-def report_on(gap: Gap, advantages: np.ndarray | None, clip: float) -> MismatchReport:
+def report_on(
+    gap: Gap, advantages: np.ndarray | None, clip: float, has_mask: bool
+) -> MismatchReport:
     """The report on checked arrays."""
     log_ratio = gap.log_ratio[gap.mask]
     excess = gap.excess[gap.mask]  # ratio - 1
     spread = float(np.square(excess).mean())
-    horizon = math.log(KEPT) / -math.log1p(spread) if spread > 0 else math.inf
+    horizon = horizon_of(spread)
     is_used = gap.mask.any(1)
     by_sequence = gap.log_ratio.sum(1)[is_used]
     lengths = gap.mask.sum(1)[is_used]
@@ -252,6 +256,8 @@ def report_on(gap: Gap, advantages: np.ndarray | None, clip: float) -> MismatchR
     symptoms = sorted(symptoms_of(gap_without, advantages), key=lambda symptom: -symptom.excess)
     verdict, kind = judge(gap_without, symptoms)
     notes = notes_on(gap)
+    if not has_mask and (fillers or share_of_zeros(gap) > MANY_ZEROS):
+        notes.append("note: there is no mask. Give a mask: padding and tool tokens out.")
     if fillers:
         notes.append(note_on_others(verdict, kind, gap_without))
         verdict = "bug"
@@ -282,6 +288,7 @@ def report_on(gap: Gap, advantages: np.ndarray | None, clip: float) -> MismatchR
         clipped_above=above,
         clipped_below=below,
         clipped=dropped,
+        **ProbabilityGap.of(gap.learner[gap.mask], gap.actor[gap.mask], excess)._asdict(),
         notes=tuple(notes),
     )
 
@@ -343,6 +350,12 @@ def note_on_others(verdict: str, kind: str, gap: Gap) -> str:
     return f"{begin}: {verdict}"
 
 
+def share_of_zeros(gap: Gap) -> float:
+    """The share of the tokens at which both log-probabilities are exactly 0."""
+    is_zero = gap.mask & (gap.learner == 0) & (gap.actor == 0)
+    return float(is_zero.sum() / gap.mask.sum())
+
+
 def notes_on(gap: Gap) -> list[str]:
     """Lines that say what limits the numbers of the report."""
     notes = []
@@ -352,8 +365,7 @@ def notes_on(gap: Gap) -> list[str]:
         notes.append(
             f"note: sequences and positions are compared with {FEW_SEQUENCES} sequences or more"
         )
-    is_zero = gap.mask & (gap.learner == 0) & (gap.actor == 0)
-    share = float(is_zero.sum() / gap.mask.sum())
+    share = share_of_zeros(gap)
     if share > MANY_ZEROS:
         notes.append(
             f"note: both log-probabilities are exactly 0 at {share:.0%} of the tokens. If these "

@@ -47,6 +47,38 @@ class Padded(NamedTuple):
         return np.arange(self.values.shape[1]) < self.lengths[:, None]
 
 
+class Tokens(NamedTuple):
+    """What is known of the tokens of a dump. All arrays are [S, T].
+
+    `learner`, `actor`  their log-probabilities, checked where `mask` is True
+    `mask`              which tokens count
+    `advantages`        0 where `mask` is False; None if there are none
+    """
+
+    learner: Padded
+    actor: Padded
+    mask: np.ndarray
+    advantages: np.ndarray | None
+
+
+def read_tokens(learner_logp, actor_logp, mask=None, advantages=None, lengths=None) -> Tokens:
+    """Checks the arrays of a dump, each in any of the three forms.
+
+    Raises ValueError, with a message of one line, for arrays that cannot be log-probabilities of
+    the same tokens.
+    """
+    lengths = as_lengths(lengths)
+    learner = log_probabilities("learner_logp", learner_logp, lengths)
+    actor = log_probabilities("actor_logp", actor_logp, lengths)
+    check_same_tokens("learner_logp", learner, actor)
+    used = as_mask(mask, actor, lengths)
+    check_log_probabilities("learner_logp", learner, used)
+    check_log_probabilities("actor_logp", actor, used)
+    if advantages is not None:
+        advantages = as_advantages(advantages, used, actor, lengths)
+    return Tokens(learner, actor, used, advantages)
+
+
 def log_probabilities(name: str, x, lengths: np.ndarray | None) -> Padded:
     """Log-probabilities in any of the three forms.
 
@@ -89,6 +121,8 @@ def as_advantages(
     """
     sequences = len(used)
     advantages = opened(advantages)
+    if like.lengths.max() > 1 and are_columns(advantages):
+        advantages = [row[0] for row in advantages]
     is_of_sequences = False
     if not is_list_of_rows(advantages):
         array, _ = array_of("advantages", advantages, "fiu", NUMBERS)
@@ -111,6 +145,13 @@ def as_advantages(
         place = f"[{i}]" if is_of_sequences else f"[{i}, {j}]"
         raise ValueError(f"advantages is {values[i, j]} at {place}: give finite numbers")
     return np.where(used, values, 0.0)
+
+
+def are_columns(x) -> bool:
+    """Whether `x` is [sequences, 1], or a list of rows with one number each."""
+    if isinstance(x, list | tuple):
+        return bool(x) and all(np.shape(row) == (1,) for row in x)
+    return x.ndim == 2 and x.shape[1] == 1
 
 
 def as_lengths(lengths) -> np.ndarray | None:

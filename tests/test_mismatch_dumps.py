@@ -1,0 +1,447 @@
+"""Dumps as RL stacks and their users write them: names, files, forms, and what is refused."""
+
+import json
+import pickle
+import re
+import sys
+import tracemalloc
+import types
+
+import numpy as np
+import pytest
+import torch
+from helpers import refused
+
+from fp8rl.doctor import command as doctor
+from fp8rl.doctor import dump_memory
+from fp8rl.doctor.dump_file import read_dump
+from fp8rl.doctor.mismatch import mismatch
+
+SEQUENCES, TOKENS = 24, 30
+DRAW = torch.Generator().manual_seed(0)
+ACTOR = -0.1 - 2 * torch.rand(SEQUENCES, TOKENS, generator=DRAW)
+LEARNER = ACTOR + 0.01 * torch.randn(SEQUENCES, TOKENS, generator=DRAW)
+LENGTHS = torch.randint(12, TOKENS + 1, (SEQUENCES, 1), generator=DRAW)
+IS_ANSWER = torch.arange(TOKENS) < LENGTHS
+IS_MODEL = torch.arange(TOKENS).expand(SEQUENCES, TOKENS) % 7 > 0  # not a tool's reply
+ADVANTAGES = torch.randn(SEQUENCES, generator=DRAW)
+OURS = {"learner_logp": LEARNER, "actor_logp": ACTOR, "mask": IS_ANSWER, "advantages": ADVANTAGES}
+TRL = {
+    "prompt_ids": torch.ones(SEQUENCES, 5).long(),
+    "completion_mask": IS_ANSWER.long(),
+    "tool_mask": IS_MODEL.int(),
+    "old_per_token_logps": LEARNER,
+    "sampling_per_token_logps": ACTOR,
+    "ref_per_token_logps": None,
+    "advantages": ADVANTAGES,
+    "num_items_in_batch": 300,
+}
+VERL = {
+    "attention_mask": torch.ones(SEQUENCES, TOKENS + 5),
+    "old_log_probs": LEARNER,
+    "rollout_log_probs": ACTOR,
+    "response_mask": IS_ANSWER.float(),
+    "advantages": ADVANTAGES[:, None].expand(SEQUENCES, TOKENS),
+}
+NEMO = {
+    "prev_logprobs": LEARNER,
+    "generation_logprobs": ACTOR,
+    "token_mask": IS_ANSWER,
+    "sample_mask": (torch.arange(SEQUENCES) > 2).float(),
+}
+EXPECTED = mismatch(**OURS)
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs the command: its exit code, stdout and stderr."""
+
+    def run(*arguments) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            doctor.main(["mismatch", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return end.value.code, captured.out, captured.err
+
+    return run
+
+
+# Names
+
+
+def test_a_dict_of_any_stack_is_taken_as_it_is(tmp_path):
+    assert mismatch(OURS) == mismatch(VERL) == EXPECTED
+    without_tools = mismatch(LEARNER, ACTOR, IS_ANSWER & IS_MODEL, ADVANTAGES)
+    assert mismatch(TRL) == without_tools
+    assert mismatch({**TRL, "tool_mask": None}) == EXPECTED
+    assert mismatch(NEMO).sequences == SEQUENCES - 3
+    openrlhf = {"action_log_probs": LEARNER, "rollout_log_probs": ACTOR, "action_mask": IS_ANSWER}
+    assert mismatch(openrlhf, advantages=ADVANTAGES) == EXPECTED
+    arrays = {name: x.numpy() for name, x in VERL.items()}
+    assert mismatch(arrays) == EXPECTED
+    with np.load(written(tmp_path, arrays)) as file:
+        assert mismatch(file) == EXPECTED
+
+
+def written(folder, arrays):
+    np.savez(folder / "dump.npz", **arrays)
+    return folder / "dump.npz"
+
+
+REFUSED_NAMES = {
+    "which has no learner_logp (or old_per_token_logps, old_log_probs, action_log_probs, "
+    "prev_logprobs): there is rollout_log_probs, input_ids": {
+        "rollout_log_probs": ACTOR,
+        "input_ids": ACTOR,
+    },
+    "which has no actor_logp": {"old_log_probs": LEARNER},
+    "there is nothing in it": {},
+    "which has learner_logp and old_log_probs: keep one": {**VERL, "learner_logp": LEARNER},
+    "the masks completion_mask and response_mask: keep one": {**VERL, "completion_mask": IS_ANSWER},
+    "which has 'masks': use the names": {**OURS, "masks": IS_ANSWER},
+    "tool_mask has the size (24, 29), and completion_mask (24, 30)": {
+        **TRL,
+        "tool_mask": IS_MODEL[:, 1:],
+    },
+    "mask is nan at [0, 1]": {**TRL, "tool_mask": torch.where(IS_MODEL, 0.5, 0.0)},
+    "these are texts, as TRL's log_completions": {"prompt": "a", "completion": "b"},
+    "these are texts, as verl's rollout_data_dir": {"input": "a", "output": "b", "score": 1},
+    r"'\n\n'": {"\n\n": 1},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_NAMES)
+def test_names_that_are_missing_or_ambiguous_are_refused_in_one_line(message):
+    refused(".*" + re.escape(message), mismatch, REFUSED_NAMES[message])
+
+
+def test_arrays_are_given_once():
+    refused("mask is given twice", mismatch, OURS, mask=IS_ANSWER)
+    refused("actor_logp is missing", mismatch, LEARNER)
+
+
+# Forms
+
+
+def test_masks_of_zeros_and_ones_of_any_type_are_the_same():
+    for dtype in (torch.bool, torch.uint8, torch.int64, torch.float16, torch.float64):
+        assert mismatch(LEARNER, ACTOR, IS_ANSWER.to(dtype), ADVANTAGES) == EXPECTED
+    strings = np.where(IS_ANSWER, "1", "0")
+    refused("mask is <U1: give booleans, or 0 and 1", mismatch, LEARNER, ACTOR, strings)
+
+
+def test_advantages_may_be_a_column():
+    assert mismatch(LEARNER, ACTOR, IS_ANSWER, ADVANTAGES[:, None]) == EXPECTED
+    assert mismatch(LEARNER, ACTOR, IS_ANSWER, ADVANTAGES[:, None].tolist()) == EXPECTED
+
+
+def test_padding_and_tool_tokens_that_count_are_named_where_there_is_no_mask():
+    advice = "Give a mask: padding and tool tokens out."
+    counts = IS_ANSWER & IS_MODEL
+    both = mismatch(torch.where(counts, LEARNER, 0.0), torch.where(counts, ACTOR, 0.0))
+    tools = mismatch(LEARNER, torch.where(IS_MODEL, ACTOR, 0.0))
+    for report in (both, tools):
+        assert advice in str(report)
+    assert advice not in str(mismatch(LEARNER, ACTOR))
+    everything = torch.ones_like(counts)
+    assert advice not in str(mismatch(LEARNER, torch.where(IS_MODEL, ACTOR, 0.0), everything))
+
+
+# Files
+
+
+def rows_of(x) -> list[list]:
+    """The tokens of each answer."""
+    return [row[:length].tolist() for row, length in zip(x, LENGTHS[:, 0], strict=True)]
+
+
+def write_json_lines(path, records) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_files_of_every_kind_give_the_same_report(tmp_path):
+    np.savez(tmp_path / "verl.npz", **{name: x.numpy() for name, x in VERL.items()})
+    torch.save(VERL, tmp_path / "verl.pt")
+    torch.save({"batch": VERL, "meta": {"step": 3}}, tmp_path / "inner.pth")
+    halves = [{name: x[i : i + 12] for name, x in VERL.items()} for i in (0, 12)]
+    torch.save(halves, tmp_path / "list.pt")
+    nested = torch.nested.nested_tensor(
+        [torch.tensor(row) for row in rows_of(LEARNER)], layout=torch.jagged
+    )
+    of_actor = torch.nested.nested_tensor(
+        [torch.tensor(row) for row in rows_of(ACTOR)], layout=torch.jagged
+    )
+    jagged = {
+        "old_log_probs": nested,
+        "rollout_log_probs": of_actor,
+        "advantages": ADVANTAGES.tolist(),
+    }
+    torch.save(jagged, tmp_path / "jagged.pt")
+    # Float32's numbers, written as decimals, are float64's.
+    records = [
+        {"learner_logp": learner, "actor_logp": actor, "advantages": gain, "prompt": "two and two"}
+        for learner, actor, gain in zip(
+            rows_of(LEARNER), rows_of(ACTOR), ADVANTAGES.tolist(), strict=True
+        )
+    ]
+    write_json_lines(tmp_path / "sequences.jsonl", records)
+    batches = [{name: x.tolist() for name, x in half.items()} for half in halves]
+    write_json_lines(tmp_path / "batches.jsonl", batches)
+    for path in tmp_path.iterdir():
+        report = mismatch(**read_dump(path))
+        assert report.verdict == "rounding", path
+        assert (report.tokens, report.sequences) == (EXPECTED.tokens, SEQUENCES), path
+        for name in ("kl_k3", "clipped_above", "sequence_sample_size", "mean_ratio_error"):
+            assert getattr(report, name) == pytest.approx(getattr(EXPECTED, name)), (path, name)
+
+
+def test_packed_rows_have_lengths_in_any_file(tmp_path):
+    packed = {
+        "learner_logp": LEARNER[IS_ANSWER],
+        "actor_logp": ACTOR[IS_ANSWER],
+        "lengths": LENGTHS[:, 0],
+        "advantages": ADVANTAGES,
+    }
+    torch.save(packed, tmp_path / "dict.pt")
+    torch.save([packed, packed], tmp_path / "list.pt")
+    record = {name: x.tolist() for name, x in packed.items()}
+    write_json_lines(tmp_path / "one.jsonl", [record])
+    for name, times in (("dict.pt", 1), ("list.pt", 2), ("one.jsonl", 1)):
+        report = mismatch(**read_dump(tmp_path / name))
+        assert (report.tokens, report.sequences) == (EXPECTED.tokens * times, SEQUENCES * times)
+        assert report.clipped_above == EXPECTED.clipped_above
+
+
+def test_types_of_half_precision_are_kept(tmp_path):
+    half = {"old_log_probs": LEARNER.bfloat16(), "rollout_log_probs": ACTOR.half()}
+    torch.save(half, tmp_path / "dict.pt")
+    torch.save([half], tmp_path / "list.pt")
+    assert mismatch(**read_dump(tmp_path / "dict.pt")) == mismatch(half)
+    assert mismatch(**read_dump(tmp_path / "list.pt")) == mismatch(half)
+    one_by_one = [
+        {"old_log_probs": learner, "rollout_log_probs": actor, "advantages": gain}
+        for learner, actor, gain in zip(
+            LEARNER.bfloat16(), ACTOR.half(), ADVANTAGES.bfloat16(), strict=True
+        )
+    ]
+    torch.save(one_by_one, tmp_path / "sequences.pt")
+    report = mismatch(**read_dump(tmp_path / "sequences.pt"))
+    assert report == mismatch(half, advantages=ADVANTAGES.bfloat16())
+    batch = {**half, "advantages": ADVANTAGES.bfloat16()}
+    torch.save([batch], tmp_path / "batch.pt")
+    assert mismatch(**read_dump(tmp_path / "batch.pt")) == report
+    assert "lower bound" in str(mismatch(half))
+
+
+def test_parquet_is_read_where_pyarrow_is(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+
+    def write(name: str, columns: dict) -> None:
+        parquet.write_table(pyarrow.table(columns), tmp_path / name)
+
+    answers = {
+        "learner_logp": rows_of(LEARNER),
+        "actor_logp": rows_of(ACTOR),
+        "advantages": ADVANTAGES.tolist(),
+        "prompt": ["two and two"] * SEQUENCES,
+    }
+    write("answers.parquet", answers)
+    report = mismatch(**read_dump(tmp_path / "answers.parquet"))
+    assert report.tokens == EXPECTED.tokens and report.clipped == EXPECTED.clipped
+    texts = {"step": [1], "prompt": ["a"], "completion": ["b"], "advantage": [0.5]}
+    write("completions_00001.parquet", texts)
+    refused(".*TRL's log_completions", read_dump, tmp_path / "completions_00001.parquet")
+    content = (tmp_path / "answers.parquet").read_bytes()
+    (tmp_path / "half.parquet").write_bytes(content[: len(content) // 2])
+    refused(".*not a complete Parquet file", read_dump, tmp_path / "half.parquet")
+
+
+def test_a_package_that_is_missing_is_named_with_its_command(tmp_path, monkeypatch, run):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    path = tmp_path / "dump.parquet"
+    path.write_bytes(b"PAR1")
+    error = f"fp8rl.doctor: dump is {path}, which needs a package: pip install pyarrow\n"
+    assert run(path) == (2, "", error)
+
+
+# What is refused
+
+
+class Executed:
+    """A pickle that would run code."""
+
+    def __reduce__(self):
+        return exec, ("raise SystemExit('code of the dump was run')",)
+
+
+def verl_protocol() -> types.ModuleType:
+    """A module with a class that has the name of verl's."""
+    module = types.ModuleType("verl.protocol")
+    module.DataProto = type("DataProto", (), {"__module__": "verl.protocol"})
+    return module
+
+
+def test_objects_are_refused_by_name_and_nothing_is_run(tmp_path, monkeypatch):
+    module = verl_protocol()
+    monkeypatch.setitem(sys.modules, "verl", types.ModuleType("verl"))
+    monkeypatch.setitem(sys.modules, "verl.protocol", module)
+    batch = module.DataProto()
+    torch.save(batch, tmp_path / "batch.pt")
+    (tmp_path / "pickle.pt").write_bytes(pickle.dumps(batch))
+    (tmp_path / "gen_batch.dp").write_bytes(pickle.dumps(batch))
+    torch.save({**VERL, "extra": Executed()}, tmp_path / "code.pt")
+    (tmp_path / "code.pth").write_bytes(pickle.dumps(Executed()))
+    torch.save({**VERL, "old_log_probs": LEARNER.numpy()}, tmp_path / "numpy.pt")
+    for name, words in {
+        "batch.pt": "holds verl.protocol.DataProto, an object: save a dict of tensors",
+        "pickle.pt": "a pickle of verl.protocol.DataProto",
+        "gen_batch.dp": "a pickle, which could run any code",
+        "code.pt": "holds builtins.exec, an object",
+        "code.pth": "a pickle of builtins.exec",
+        "numpy.pt": "NumPy's arrays: write them with numpy.savez",
+    }.items():
+        refused(".*" + re.escape(words), read_dump, tmp_path / name)
+
+
+def test_tensors_without_plain_numbers_are_refused(tmp_path):
+    lists = [LEARNER]
+    lists.append(lists)
+    for i, (words, learner) in enumerate(
+        {
+            "holds a str": "text",
+            "torch.sparse_coo": LEARNER.to_sparse(),
+            "on meta": LEARNER.to("meta"),
+            "torch.complex64": LEARNER.to(torch.complex64),
+            "needs about 200,000 GB of memory": torch.zeros(1).expand(10**6, 10**6),
+            "holds a list": lists,
+        }.items()
+    ):
+        torch.save({**VERL, "old_log_probs": learner}, tmp_path / f"{i}.pt")
+        refused(".*" + re.escape(words), read_dump, tmp_path / f"{i}.pt")
+    torch.save(LEARNER, tmp_path / "one.pt")
+    refused(".*without names", read_dump, tmp_path / "one.pt")
+
+
+LINES = {
+    "line 2, which is not complete JSON": '{"learner_logp": [-1, -2], "actor_logp": [-1, -2]}\n{"le',
+    "line 1, which is not a JSON object": "[1, 2]\n",
+    "line 1, which is not complete JSON": "[" * 100_000,
+    "line 1: actor_logp holds <U3": '{"learner_logp": [-1.0], "actor_logp": ["a", "abc"]}\n',
+    "line 1: actor_logp holds <U2: save": '{"learner_logp": [-1.0], "actor_logp": "-1"}\n',
+    "actor_logp holds object": '{"learner_logp": [-1.0], "actor_logp": [{}]}\n',
+    "line 1: actor_logp holds object": f'{{"learner_logp": [-1], "actor_logp": [-{10**400}]}}\n',
+    "line 2, which has not the names of the first: learner_logp, actor_logp": (
+        '{"learner_logp": [-1], "actor_logp": [-1]}\n'
+        '{"learner_logp": [-1], "actor_logp": [-1], "mask": [1]}\n'
+    ),
+    "which has no records": "\n",
+    "these are texts, as verl's rollout_data_dir": '{"input": "a", "output": "b", "gts": null}\n',
+    "learner_logp has 1 tokens in sequence 0": (
+        '{"learner_logp": [-1], "actor_logp": [-1, -2]}\n' * 2
+    ),
+}
+
+
+@pytest.mark.parametrize("words", LINES)
+def test_lines_that_are_no_records_are_refused_by_number(words, tmp_path, run):
+    path = tmp_path / "dump.jsonl"
+    path.write_text(LINES[words])
+    code, out, err = run(path)
+    assert (code, out) == (2, "") and words in err and err.count("\n") == 1
+
+
+def test_a_file_that_is_cut_off_or_changed_makes_no_traceback(tmp_path, run):
+    draw = np.random.default_rng(0)
+    torch.save(VERL, tmp_path / "good.pt")
+    record = {name: x[0].tolist() for name, x in VERL.items()}
+    write_json_lines(tmp_path / "good.jsonl", [record])
+    for ending in ("pt", "jsonl"):
+        good = (tmp_path / f"good.{ending}").read_bytes()
+        path = tmp_path / f"dump.{ending}"
+        for i in range(60):
+            content = bytearray(good)
+            if i % 3:
+                content[draw.integers(len(content))] = draw.integers(256)
+            else:
+                content = content[: draw.integers(len(content))]
+            path.write_bytes(content)
+            code, _, err = run(path)
+            assert code == 0 or (code == 2 and err.count("\n") == 1), err
+
+
+def test_a_dump_that_needs_more_memory_than_there_is_is_refused(tmp_path, monkeypatch, run):
+    tokens = SEQUENCES * TOKENS
+    memory = (tokens - 1) * dump_memory.BYTES_PER_TOKEN
+    monkeypatch.setattr(dump_memory, "available_memory", lambda: memory)
+    torch.save(VERL, tmp_path / "dump.pt")
+    np.savez(tmp_path / "dump.npz", learner_logp=LEARNER.numpy(), actor_logp=ACTOR.numpy())
+    write_json_lines(
+        tmp_path / "dump.jsonl",
+        [{"learner_logp": LEARNER.tolist(), "actor_logp": ACTOR.tolist()}],
+    )
+    for ending in ("pt", "npz", "jsonl"):
+        code, _, err = run(tmp_path / f"dump.{ending}")
+        assert code == 2 and "memory" in err and f"{tokens - 1:,} tokens" in err
+    monkeypatch.setattr(dump_memory, "available_memory", lambda: None)
+    assert run(tmp_path / "dump.pt")[0] == 0
+
+
+def test_a_report_takes_no_more_memory_than_is_assumed():
+    actor = -np.random.default_rng(0).exponential(1.0, (400, 500)).astype(np.float32)
+    learner = actor * np.float32(1.01)
+    tracemalloc.start()
+    mismatch(learner, actor, advantages=np.ones(400))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak / actor.size < dump_memory.BYTES_PER_TOKEN
+
+
+def test_the_memory_of_a_container_counts(tmp_path, monkeypatch):
+    for name, text in (("MEMORY", "MemFree: 1 kB\nMemAvailable: 9 kB\n"), ("LIMIT", "5000")):
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(dump_memory, name, tmp_path / name)
+    monkeypatch.setattr(dump_memory, "USED", tmp_path / "USED")
+    assert dump_memory.available_memory() == 9 * 1024
+    (tmp_path / "USED").write_text("1000\n")
+    assert dump_memory.available_memory() == 4000
+    (tmp_path / "MEMORY").unlink()
+    assert dump_memory.available_memory() is None
+
+
+def test_an_ending_that_is_not_known_is_refused(tmp_path, run):
+    code, _, err = run(tmp_path / "dump.npy")
+    assert code == 2 and "use a file that ends with .npz, .pt, .pth, .jsonl, .parquet" in err
+
+
+# The numbers that stacks log
+
+
+def test_each_number_of_the_stacks_is_that_of_its_formula():
+    learner = np.log([[0.5, 0.2], [0.9, 0.3]])
+    actor = np.log([[0.4, 0.25], [0.9, 0.6]])
+    report = mismatch(learner, actor)
+    assert report.token_mult_prob_error == pytest.approx((1.25 + 1.25 + 1 + 2) / 4)
+    assert report.probs_diff_mean == pytest.approx((0.1 + 0.05 + 0 + 0.3) / 4)
+    assert report.probs_diff_max == pytest.approx(0.3)
+    expected = np.corrcoef([0.5, 0.2, 0.9, 0.3], [0.4, 0.25, 0.9, 0.6])[0, 1]
+    assert report.probs_correlation == pytest.approx(expected)
+    assert report.logp_diff_mean == pytest.approx((2 * np.log(1.25) + np.log(2)) / 4)
+    assert report.logp_diff_max == pytest.approx(np.log(2))
+    # Without the ratio of 0.5, those of 1.25, 0.8 and 1 are left.
+    spread = (0.25**2 + 0.2**2) / 3
+    horizon = np.log(0.9) / -np.log1p(spread)
+    assert report.horizon_without_farthest == pytest.approx(horizon)
+    assert report.horizon < report.horizon_without_farthest
+    assert json.loads(report.to_json())["token_mult_prob_error"] == report.token_mult_prob_error
+    text = str(report)
+    assert "token_mult_prob_error: 1.3750" in text and "Pearson correlation" in text
+
+
+def test_numbers_of_policies_that_are_equal_or_do_not_vary_have_no_warning():
+    with np.errstate(all="raise"):
+        same = mismatch(ACTOR, ACTOR)
+        even = mismatch(np.full((2, 2), -1.0), np.full((2, 2), -1.0))
+    assert same.token_mult_prob_error == 1 and same.horizon_without_farthest == np.inf
+    assert np.isnan(even.probs_correlation)
+    report = mismatch([[-1.0]], [[-1.5]], lengths=[1])
+    assert np.isnan(report.horizon_without_farthest) and "nan tokens" in str(report)
