@@ -238,13 +238,18 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
         "dump",
         type=Path,
         help="an .npz file with arrays learner_logp and actor_logp, [sequences, tokens], "
-        "and perhaps mask, advantages and lengths",
+        "and perhaps mask, advantages, lengths and tokens",
     )
     dump.add_argument(
         "--clip",
         type=float,
         default=0.2,
         help="PPO's clip: how far a ratio may be from 1 (default: 0.2)",
+    )
+    dump.add_argument(
+        "--precision",
+        help="what both programs compute in: fp32, tf32, fp16, bf16, int8, fp8, int4 or fp4; then "
+        "a gap that this arithmetic cannot explain is a bug",
     )
     dump.add_argument("--json", type=Path, metavar="FILE", help="also write the report to a file")
     formats = []
@@ -597,7 +602,7 @@ def run_mismatch(options: argparse.Namespace, target: None) -> int:
     from .mismatch import mismatch
 
     signal.signal(signal.SIGINT, on_interrupt)
-    report = mismatch(**read_dump(options.dump), clip=options.clip)
+    report = mismatch(**read_dump(options.dump), clip=options.clip, precision=options.precision)
     if options.json:
         ReportFile(options.json).write(report.to_json())
     print(report)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 REQUIRED = ("learner_logp", "actor_logp")
-OPTIONAL = ("mask", "advantages", "lengths")
+OPTIONAL = ("mask", "advantages", "lengths", "tokens")
 MOST_BYTES = 2**30  # the largest size of an array
 SUFFIX = ".npy"
 
@@ -20,7 +20,8 @@ SUFFIX = ".npy"
 def read_dump(path: Path) -> dict[str, np.ndarray]:
     """Reads the arrays of a dump, by name.
 
-    They are learner_logp and actor_logp, and mask, advantages and lengths if the file has them.
+    They are learner_logp and actor_logp, and mask, advantages, lengths and tokens if the file has
+    them.
     Raises ValueError, with a message of one line, for a file that is not such a dump.
     """
     try:
