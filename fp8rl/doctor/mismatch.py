@@ -52,9 +52,11 @@ from .token_arrays import (
 
 FLOAT32_STEP = 2.0**-23  # distance of float32's numbers at 1; policies compute in float32 at best
 MANY_ZEROS = 0.05  # share of tokens
+OUTLIERS = 1e-4  # share of tokens that should not decide a horizon alone
 COMMON_BITS = 4.0  # of mantissa; arithmetic in common use leaves more
 TOGETHER = 1.5  # how much more products of ratios vary than those of independent tokens
 FEW_PRODUCTS = 32  # with fewer products of ratios, their spread is chance
+FEW_BITS = "note: no arithmetic in common use"  # how the note of COMMON_BITS begins
 LEAST_SHARE = 0.005  # of the squared gap, that is worth a percentage
 
 # What a kind of bug means, and what to do about it where that is sure. Otherwise what to look at.
@@ -187,10 +189,11 @@ class MismatchReport(NamedTuple):
                 f"give at least {FEW_TOKENS}"
             ]
         if self.verdict == "rounding":
-            lines = [
-                "rounding: no symptom of a bug; arithmetic with about "
-                f"{max(self.bits, 0):.1f} bits of mantissa makes such a gap"
-            ]
+            with_bits = f"arithmetic with about {max(self.bits, 0):.1f} bits of mantissa"
+            lines = [f"rounding: no symptom of a bug; {with_bits} makes such a gap"]
+            if any(note.startswith(FEW_BITS) for note in self.notes):
+                few = "rounding to few bits, or a bug without a symptom"
+                lines = [f"{few}: {with_bits} makes such a gap"]
             if not self.has_advantages:
                 lines.append("  give advantages, too, to tell old weights from rounding")
             return lines
@@ -337,7 +340,7 @@ def report_on(
     symptoms = symptoms_of(gap_without, advantages, precision, tokens)
     symptoms.sort(key=lambda symptom: -symptom.excess)
     verdict, causes = judge(gap_without, symptoms)
-    notes = notes_on(gap)
+    notes = [*notes_on(gap), *note_on_outliers(excess)]
     if verdict == "rounding" and not fillers and precision is None:
         notes += note_on_bits(gap_without)
     if fillers:
@@ -405,6 +408,22 @@ def measured_horizon(gap: Gap, token_horizon: float) -> float:
     return measured if measured * TOGETHER < token_horizon else token_horizon
 
 
+def note_on_outliers(excess: np.ndarray) -> list[str]:
+    """A line if very few tokens decide the horizon. `excess` is pi / mu - 1 of all tokens."""
+    few = int(OUTLIERS * len(excess))
+    if few == 0:
+        return []
+    square = np.sort(np.square(excess))
+    horizon = horizon_of_spread(square.mean(), 1)
+    without = horizon_of_spread(square[:-few].mean(), 1)
+    if without < 2 * horizon:
+        return []
+    return [
+        f"note: without the {few:,} tokens whose ratios are farthest from 1 ({OUTLIERS:.2%}), the "
+        f"horizon of independent tokens is {amount(without)}, not {amount(horizon)}"
+    ]
+
+
 def kish(log_weights: np.ndarray) -> float:
     """(sum w)^2 / (n sum w^2), Kish's effective sample size of n weights as a share of n."""
     weights = np.exp(log_weights - log_weights.max())
@@ -456,7 +475,7 @@ def note_on_bits(gap: Gap) -> list[str]:
     if bits >= COMMON_BITS:
         return []
     return [
-        f"note: no arithmetic in common use leaves {max(bits, 0):.1f} bits of mantissa, unless a "
+        f"{FEW_BITS} leaves {max(bits, 0):.1f} bits of mantissa, unless a "
         "program computes in 8 bits or fewer. Old weights, weights that were not sent and another "
         "rope_theta look like this. Say what both programs compute in, as in --precision bf16."
     ]

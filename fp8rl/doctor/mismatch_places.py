@@ -30,7 +30,7 @@ CHANCE = 5.0  # standard deviations over permutations; of a maximum, one in a th
 # A few hundred permutations, or fewer for dumps of more than a million tokens.
 MOST_PERMUTATIONS = 200
 FEWEST_PERMUTATIONS = 50
-TOKENS_TO_PERMUTE = 10**8
+TOKENS_TO_PERMUTE = 5 * 10**7
 SMALLEST = 0.3  # of r, below which it does not matter how small a log ratio is
 PIECES = 32  # pieces of the longest sequence, to be exchanged between sequences
 FIRST = 4  # number of tokens at the beginning of a sequence in which padding is looked for
@@ -38,6 +38,8 @@ AFTER = 2  # positions from a position on, which are compared with
 BEFORE = 4  # positions before it
 FEW_TO_THIRD = 12  # tokens of a sequence of which a trend is measured
 LARGE = 5.0  # how much larger than typical a log ratio is that belongs to a heavy tail
+MATTERS = 0.2  # nats, which a heavy tail has at least: beyond that PPO clips
+NEGLIGIBLE = 1e-4  # nats; smaller log ratios, such as float32 makes, are all alike
 CAP = 3.0  # of log ratios over their typical size, where tokens seen before are compared
 STANDS_OUT = 0.7  # log of 2, by which the size in a sequence exceeds the median
 
@@ -67,7 +69,8 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, gap: Gap) -> "Sizes":
         # A smaller |d| than the step of the file's type may have become 0 in the file.
-        size = np.abs(gap.log_ratio) + gap.step * np.maximum(-gap.actor, 1.0)
+        lost = np.maximum(gap.step * np.maximum(-gap.actor, 1.0), NEGLIGIBLE)
+        size = np.abs(gap.log_ratio) + lost
         # The mean of roots: a few huge log ratios change it little.
         typical = np.square(mean_of_bin(np.sqrt(size), gap, bins_of(gap)))
         scores = np.log(SMALLEST + size / np.maximum(typical, TINY))
@@ -345,14 +348,18 @@ def heavy_tail(gap: Gap, sizes: Sizes) -> Symptom:
     """Do a few tokens, anywhere, have most of the squared gap?
 
     Normal noise has a root mean square of 1.5 typical sizes, and Student's t with 3 degrees of
-    freedom has 2.2. No permutation is needed: where the tokens are does not matter.
+    freedom has 2.2. No permutation is needed: where the tokens are does not matter. Where logits are
+    rounded to 16 bits, most log ratios may be 0 and a few are one step. Such steps do not matter.
     """
     size = np.abs(gap.log_ratio)
     typical = sizes.typical
     total = np.square(size[gap.mask]).sum()
     value = np.sqrt(total / max(np.square(typical[gap.mask]).sum(), TINY**2))
     is_large = gap.mask & (size > LARGE * typical)
-    share = np.square(size[is_large]).sum() / max(total, TINY**2)
+    of_large = np.square(size[is_large]).sum()
+    share = of_large / max(total, TINY**2)
+    if of_large < MATTERS**2 * is_large.sum():
+        value = 0.0
     return Symptom(
         name="a heavy tail",
         kind="heavy tail",
