@@ -212,7 +212,7 @@ class PositionMeans(NamedTuple):
         permuted = [self.measure(self.rotated(draw)) for _ in range(permutations_of(tokens))]
         limits = {}
         for name in observed:
-            values = np.array([values_of_one[name] for values_of_one in permuted])
+            values = np.array([measured[name] for measured in permuted])
             limits[name] = limit_of(values, LEAST[name])
         functions = (self.one_position, self.early, self.last, self.trend)
         return [function(observed, limits) for function in functions]
@@ -348,8 +348,9 @@ def heavy_tail(gap: Gap, sizes: Sizes) -> Symptom:
     """Do a few tokens, anywhere, have most of the squared gap?
 
     Normal noise has a root mean square of 1.5 typical sizes, and Student's t with 3 degrees of
-    freedom has 2.2. No permutation is needed: where the tokens are does not matter. Where logits are
-    rounded to 16 bits, most log ratios may be 0 and a few are one step. Such steps do not matter.
+    freedom has 2.2. No permutation is needed: where the tokens are does not matter. Where logits
+    are rounded to 16 bits, most log ratios may be 0 and a few are one step. Such steps do not
+    matter.
     """
     size = np.abs(gap.log_ratio)
     typical = sizes.typical
