@@ -6,9 +6,12 @@ learner, the same policy in float32, then gives its own log-probabilities of the
 
     python benchmarks/dumps.py choose                                # symptoms, of seeds below 1000
     python benchmarks/dumps.py report benchmarks/results/dumps.md    # the table, of other seeds
+    python benchmarks/dumps.py noise benchmarks/results/noise_dumps.md
 
-`choose` prints how large each symptom gets in dumps with rounding alone. The limits in
-fp8rl/doctor/mismatch_symptoms.py lie near the top of that. `report` judges policies of other seeds,
+`choose` prints how large each symptom gets in dumps with rounding alone, as a share of its limit. The
+limits in fp8rl/doctor/mismatch_symptoms.py and mismatch_places.py lie near the top of that. `noise`
+judges dumps of any length without a policy (noise_dumps.py): how many with noise alone are called a
+bug, and how many planted bugs are named? With `--large` it judges the longest ones. `report` judges policies of other seeds,
 widths and vocabularies with these limits. Beside ours stand the two simplest rules: a bug is what
 exceeds one limit for the divergence (k3), or one for the largest |log ratio|. Their limits are such
 that one in twenty of the same dumps exceeds them.
@@ -20,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import noise_dumps
 import numpy as np
 import torch
 from files import table_of
@@ -35,6 +39,7 @@ BATCH = 256  # sequences in an update
 TOKENS = 32  # of the longest sequence
 PADDING = 6  # tokens that the planted bug puts before the prompt
 FIRST_REPORTED = 2000  # seed; on those from 1000 a first form was reported
+FIRST_OF_NOISE = 10_000  # seed of reported dumps without a policy; limits were chosen below 1000
 POLICIES = 4  # of each shape, untrained and trained
 # The simplest rules: of the dumps with rounding that `choose` makes, one in twenty is above
 LARGEST_K3 = 0.06
@@ -562,7 +567,7 @@ def choose() -> None:
     for dump in all_dumps(CHOSEN_ON, 0, with_bugs=False):
         report = mismatch(dump.learner_logp, dump.actor_logp, dump.mask, dump.advantages)
         for symptom in report.symptoms:
-            values.setdefault(f"{symptom.name} (limit {symptom.limit:g})", []).append(symptom.value)
+            values.setdefault(f"{symptom.name}, over its limit", []).append(symptom.excess)
         largest = np.abs(dump.learner_logp - dump.actor_logp)[dump.mask].max()
         values.setdefault("k3", []).append(report.kl_k3)
         values.setdefault("largest log ratio", []).append(largest)
@@ -574,13 +579,78 @@ def choose() -> None:
     print(f"bits are underestimated by {np.median(sizes):.2f} with a size of {SIZE}")
 
 
+def noise_tables(first_seed: int, seeds: int, is_large: bool) -> str:
+    """How many dumps with noise alone are called a bug, and what is said of planted bugs."""
+    shapes = noise_dumps.LARGE_SHAPES if is_large else noise_dumps.SHAPES_OF_SOUND
+    noises = (*noise_dumps.NOISES, noise_dumps.UNEVEN, "float16 of both")
+    alarms = {}
+    for shape, dump in noise_dumps.sound_dumps(first_seed, seeds, shapes):
+        report = mismatch(dump.learner_logp, dump.actor_logp, dump.mask, **dump.options)
+        alarms.setdefault((shape.name, dump.variant), []).append(report.kind)
+    rows = []
+    for shape in shapes:
+        kinds = [alarms[shape.name, noise] for noise in noises]
+        cells = [f"{sum(kind != '' for kind in of_noise)} of {len(of_noise)}" for of_noise in kinds]
+        rows.append([shape.name, *cells])
+    every = [kind for kinds in alarms.values() for kind in kinds]
+    said = Counter(kind for kind in every if kind)
+    total = f"Called a bug: {sum(said.values())} of {len(every)}" + "".join(
+        f", {kind} {count}" for kind, count in said.items()
+    )
+    parts = [table_of(("sequences x tokens", *noises), rows), total + "."]
+    if not is_large:
+        parts.append(noise_bugs(first_seed, seeds))
+    return "\n\n".join(parts)
+
+
+def noise_bugs(first_seed: int, seeds: int) -> str:
+    """What is said of each planted bug."""
+    causes = {}
+    for _, dump in noise_dumps.buggy_dumps(first_seed, seeds):
+        report = mismatch(dump.learner_logp, dump.actor_logp, dump.mask, **dump.options)
+        causes.setdefault(dump.bug, []).append(report.causes)
+    rows = []
+    for bug, of_bug in causes.items():
+        right = bug.removesuffix(" of few").split(" and ")
+        is_right = [list(kinds) == right for kinds in of_bug]
+        others = Counter(
+            " and ".join(kinds) or "rounding" for kinds in of_bug if list(kinds) != right
+        )
+        variant, _ = noise_dumps.BUGS[bug]
+        rows.append(
+            [
+                f"{bug}: {variant}",
+                len(of_bug),
+                share([bool(kinds) for kinds in of_bug]),
+                share(is_right),
+                ", ".join(f"{kind} {count}" for kind, count in others.most_common()) or "-",
+            ]
+        )
+    return table_of(
+        ("planted bug", "dumps", "called a bug", "of its kinds", "otherwise called"), rows
+    )
+
+
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("choose")
     commands.add_parser("report").add_argument("out", type=Path)
+    noise = commands.add_parser("noise")
+    noise.add_argument("out", type=Path)
+    noise.add_argument("--large", action="store_true", help="dumps of up to two million tokens")
+    noise.add_argument("--seeds", type=int, default=4, help="dumps of each kind (default: 4)")
+    noise.add_argument("--first-seed", type=int, default=FIRST_OF_NOISE)
     options = parser.parse_args(words)
     torch.set_num_threads(1)
+    if options.command == "noise":
+        text = noise_tables(options.first_seed, options.seeds, options.large)
+        words_of_large = " --large" * options.large
+        command = f"python benchmarks/dumps.py noise {options.out}{words_of_large}"
+        if options.seeds != 4:
+            command += f" --seeds {options.seeds}"
+        options.out.write_text(f"{text}\n\n`{command}` on {origin()}.\n")
+        return
     if options.command == "choose":
         choose()
         return

@@ -9,6 +9,7 @@ import warnings
 import zipfile
 
 import dumps
+import noise_dumps
 import numpy as np
 import pytest
 import torch
@@ -349,6 +350,90 @@ def test_a_gap_that_no_arithmetic_leaves_is_a_bug():
         assert report.verdict == "rounding" and report.bits > 1
 
 
+# Limits from the dump itself
+
+
+@pytest.mark.parametrize("shape", noise_dumps.SHAPES_OF_SOUND[:5], ids=lambda shape: shape.name)
+def test_noise_of_any_distribution_is_rounding_in_dumps_of_any_shape(shape):
+    for _, dump in noise_dumps.sound_dumps(20_000, 1, [shape], (0.02,)):
+        report = mismatch(dump.learner_logp, dump.actor_logp, dump.mask, **dump.options)
+        assert report.verdict == "rounding", (dump.variant, report.causes)
+
+
+@pytest.mark.parametrize("bug", noise_dumps.BUGS)
+@pytest.mark.parametrize("noise", ["Gaussian", "2% noisy tokens"])
+def test_each_bug_in_the_noise_is_named_with_all_its_causes(bug, noise):
+    shape = noise_dumps.DumpShape(64, 100, True)
+    dump = noise_dumps.buggy_dump(bug, shape, noise, 0.01, 20_000)
+    report = mismatch(dump.learner_logp, dump.actor_logp, dump.mask, **dump.options)
+    assert list(report.causes) == bug.removesuffix(" of few").split(" and ")
+    assert report.kind == report.causes[0]
+    for kind in report.causes:
+        assert MEANING[kind] in str(report)
+
+
+def test_experts_that_are_chosen_differently_are_no_template():
+    """At 3% of the tokens the gap is a hundred times as large, at no particular position."""
+    for seed in range(3):
+        learner, actor = sampled(length=200, seed=seed)
+        wild, _ = sampled(length=200, noise=1.0, seed=seed)
+        is_other = torch.rand(learner.shape, generator=torch.Generator().manual_seed(seed)) < 0.03
+        report = mismatch(torch.where(is_other, wild, learner), actor)
+        assert report.causes == ("heavy tail",)
+        (symptom,) = [symptom for symptom in report.symptoms if symptom.kind == "heavy tail"]
+        assert symptom.share > 0.9 and "of the squared gap" in str(report)
+
+
+def test_a_temperature_explains_nearly_all_of_the_gap():
+    _, actor = sampled()
+    report = mismatch(0.8 * actor, actor)
+    assert report.causes == ("temperature",)
+    assert "logprobs_mode=processed_logprobs" in str(report) and "does not divide" in str(report)
+    dump = noise_dumps.buggy_dump("temperature", noise_dumps.DumpShape(64, 100, True), "", 0.01, 0)
+    report = mismatch(dump.learner_logp, dump.actor_logp, dump.mask)
+    (symptom,) = [symptom for symptom in report.symptoms if symptom.kind == "temperature"]
+    assert 0.8 < symptom.share <= 1
+
+
+def test_fewer_bits_than_both_programs_claim_are_a_bug():
+    learner, actor = sampled(noise=0.2)
+    report = mismatch(learner, actor)
+    assert report.verdict == "rounding" and "no arithmetic in common use leaves" in report.notes[0]
+    report = mismatch(learner, actor, precision="bf16")
+    assert report.causes == ("precision",) and report.precision == "bf16" and not report.notes
+    assert mismatch(learner, actor, precision="fp8").verdict == "rounding"
+    learner, actor = sampled(noise=0.02)
+    assert mismatch(learner, actor, precision="bf16").verdict == "rounding"
+    assert mismatch(learner, actor, precision="fp16").kind == "precision"
+
+
+def test_a_repetition_penalty_needs_the_tokens_to_be_seen():
+    shape = noise_dumps.DumpShape(64, 100, True)
+    dump = noise_dumps.buggy_dump("repetition", shape, "Gaussian", 0.01, 0)
+    arrays = dump.learner_logp, dump.actor_logp, dump.mask
+    assert mismatch(*arrays).kind != "repetition"
+    tokens = dump.options["tokens"]
+    report = mismatch(*arrays, tokens=tokens)
+    assert report.causes == ("repetition",) and "occurs again" in str(report)
+    shuffled = np.random.default_rng(0).permuted(tokens, axis=1)
+    assert mismatch(*arrays, tokens=shuffled).kind != "repetition"
+
+
+def test_the_horizon_is_measured_where_ratios_go_together():
+    """Each sequence's log ratios have their own mean, so products vary more than p^N says."""
+    logp = policy_logp(256, 256) - 0.5
+    draw = np.random.default_rng(1)
+    noise = 0.02 * draw.normal(size=logp.shape)
+    independent = mismatch(logp + noise, logp)
+    assert independent.horizon == independent.token_horizon
+    own = 0.01 * draw.normal(size=(256, 1))
+    report = mismatch(logp + noise + own, logp)
+    assert report.horizon < report.token_horizon / 2
+    # At a horizon of H tokens, 0.01 H + the noise of H tokens is about a third.
+    assert report.horizon == pytest.approx(30, rel=0.3)
+    assert "go together" in str(report)
+
+
 # The forms in which trainers keep tokens
 
 
@@ -447,6 +532,9 @@ REFUSED = {
     "advantages has the shape (3,)": {"advantages": np.ones(3)},
     "advantages is nan at [1]": {"advantages": [1.0, np.nan]},
     "advantages is inf at [1, 2]": {"advantages": with_entry(np.ones((2, 3)), np.inf)},
+    "tokens has 1 sequences": {"tokens": np.ones(3, int)},
+    "tokens is 0.5 at [0, 0]: give whole numbers": {"tokens": np.full((2, 3), 0.5)},
+    "precision is 'bf17': use one of fp32,": {"precision": "bf17"},
     "clip is 0:": {"clip": 0},
     "clip is nan": {"clip": math.nan},
     "clip is '0.2'": {"clip": "0.2"},

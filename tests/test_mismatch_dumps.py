@@ -445,3 +445,16 @@ def test_numbers_of_policies_that_are_equal_or_do_not_vary_have_no_warning():
     assert np.isnan(even.probs_correlation)
     report = mismatch([[-1.0]], [[-1.5]], lengths=[1])
     assert np.isnan(report.horizon_without_farthest) and "nan tokens" in str(report)
+
+
+def test_the_numbers_of_tokens_are_taken_by_the_names_of_stacks(tmp_path):
+    """A repetition penalty is then found; numbers of other tokens are left alone."""
+    logp = np.full((2, 3), -1.0)
+    batch = {"old_log_probs": logp, "rollout_log_probs": logp, "responses": np.ones((2, 3), int)}
+    np.savez(tmp_path / "batch.npz", **batch)
+    assert read_dump(tmp_path / "batch.npz")["tokens"].tolist() == [[1, 1, 1]] * 2
+    np.savez(tmp_path / "longer.npz", **batch | {"responses": np.ones((2, 5), int)})
+    assert "tokens" not in read_dump(tmp_path / "longer.npz")
+    record = {"old_log_probs": [-1.0], "rollout_log_probs": [-1.0], "responses": "a text"}
+    (tmp_path / "texts.jsonl").write_text(json.dumps(record))
+    assert "tokens" not in read_dump(tmp_path / "texts.jsonl")

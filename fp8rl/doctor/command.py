@@ -240,8 +240,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
         "dump",
         type=Path,
         help="an .npz, .pt, .jsonl or .parquet file with arrays learner_logp and actor_logp, "
-        "[sequences, tokens], and perhaps mask, advantages and lengths, or with the names that "
-        "TRL, verl, OpenRLHF and NeMo-RL give them",
+        "[sequences, tokens], and perhaps mask, advantages, lengths and tokens, or with the names "
+        "that TRL, verl, OpenRLHF and NeMo-RL give them",
     )
     dump.add_argument(
         "--like",
@@ -253,6 +253,11 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
         type=float,
         default=0.2,
         help="PPO's clip: how far a ratio may be from 1 (default: 0.2)",
+    )
+    dump.add_argument(
+        "--precision",
+        help="what both programs compute in: fp32, tf32, fp16, bf16, int8, fp8, int4 or fp4; then "
+        "a gap that this arithmetic cannot explain is a bug",
     )
     dump.add_argument("--json", type=Path, metavar="FILE", help="also write the report to a file")
     formats = []
@@ -607,10 +612,11 @@ def run_mismatch(options: argparse.Namespace, target: None) -> int:
 
     signal.signal(signal.SIGINT, on_interrupt)
     dump = read_dump(options.dump)
-    report = mismatch(**dump, clip=options.clip)
+    report = mismatch(**dump, clip=options.clip, precision=options.precision)
     text = report.to_json()
     lines = [str(report)]
     if options.like:
+        dump.pop("tokens", None)  # no stack looks at them
         stack_report = like(options.like, **dump)
         text = json.dumps(json.loads(text) | {"like": stack_report.as_dict()}, indent=2)
         lines.append(str(stack_report))

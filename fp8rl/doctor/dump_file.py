@@ -32,7 +32,8 @@ PICKLES = (".pkl", ".pickle", ".dp")
 def read_dump(path: Path) -> dict:
     """Reads the arrays of a dump, as arguments of `mismatch`.
 
-    They are learner_logp and actor_logp, and mask, advantages and lengths if the file has them.
+    They are learner_logp and actor_logp, and mask, advantages, lengths and tokens if the file has
+    them.
     Raises ValueError, with a message of one line, for a file that is not such a dump.
     """
     subject = f"dump is {path}"

@@ -13,6 +13,7 @@ from .token_arrays import BINARY, array_of, is_list_of_rows, opened
 
 LEARNER = "learner_logp"
 ACTOR = "actor_logp"
+TOKENS = "tokens"
 # Names of an array: here, in TRL, verl, OpenRLHF and NeMo-RL. AReaL's are not among them, because
 # its two arrays are not of the same tokens before it has shifted one of them.
 NAMES = {
@@ -26,6 +27,7 @@ NAMES = {
     ACTOR: ("actor_logp", "sampling_per_token_logps", "rollout_log_probs", "generation_logprobs"),
     "advantages": ("advantages",),
     "lengths": ("lengths",),
+    TOKENS: ("tokens", "completion_ids", "responses"),
 }
 # Where a stack has two masks, a token counts if it is in both.
 MASKS = (
@@ -35,7 +37,7 @@ MASKS = (
     ("action_mask",),
     ("token_mask", "sample_mask"),
 )
-OURS = (LEARNER, ACTOR, "mask", "advantages", "lengths")
+OURS = (LEARNER, ACTOR, "mask", "advantages", "lengths", TOKENS)
 # What a name has in it that may be one of these, misspelt.
 LOOKS_KNOWN = ("mask", "adv", "length", "logp", "log_prob")
 KNOWN = {name for names in (*NAMES.values(), *MASKS) for name in names}
@@ -51,7 +53,7 @@ TEXTS = {
 
 
 def find_names(subject: str, names: Iterable) -> dict[str, tuple[str, ...]]:
-    """Which names of a dump hold which array: learner_logp, actor_logp, mask, advantages, lengths.
+    """Which names of a dump hold which array, by the name that the array has here.
 
     `subject` begins the messages, such as "dump is dump.npz". An array has one name, and a mask may
     have two. Raises ValueError, in one line that lists the names, if a log-probability is missing,
@@ -89,9 +91,10 @@ def find_names(subject: str, names: Iterable) -> dict[str, tuple[str, ...]]:
     return roles
 
 
-def dict_as_arrays(learner_logp, actor_logp, mask, advantages, lengths) -> dict:
+def dict_as_arrays(learner_logp, actor_logp, mask, advantages, lengths, tokens=None) -> dict:
     """The arguments of `mismatch`, the first of which may be a dict that holds the others."""
     beside = {ACTOR: actor_logp, "mask": mask, "advantages": advantages, "lengths": lengths}
+    beside[TOKENS] = tokens
     if not (hasattr(learner_logp, "keys") and hasattr(learner_logp, "__getitem__")):
         if actor_logp is None:
             raise ValueError(
@@ -120,7 +123,16 @@ def take_arrays(subject: str, arrays: Mapping, roles: dict | None = None) -> dic
     if len(roles.get("mask", ())) == 2:
         first, second = roles["mask"]
         taken["mask"] = both_masks(first, arrays[first], second, arrays[second])
+    is_stacks_name = roles.get(TOKENS, (TOKENS,)) != (TOKENS,)
+    if is_stacks_name and sizes_of(taken[TOKENS]) != sizes_of(taken[ACTOR]):
+        del taken[TOKENS]  # they are of other tokens, such as those with a prompt
     return taken
+
+
+def sizes_of(x) -> list | tuple:
+    """The shape of an array, or of each row in a list of rows."""
+    x = opened(x)
+    return [np.shape(row) for row in x] if isinstance(x, list | tuple) else tuple(x.shape)
 
 
 def both_masks(first: str, x, second: str, y):

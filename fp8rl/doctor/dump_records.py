@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .dump_memory import most_tokens
-from .dump_names import KNOWN, find_names, take_arrays
+from .dump_names import KNOWN, NAMES, TOKENS, find_names, take_arrays
 from .token_arrays import NUMBERS, array_of, as_lengths, opened, rows_of
 
 LONGEST_LINE = 2**28  # bytes
@@ -38,7 +38,8 @@ class Records:
     def add(self, where: str, record: Mapping) -> None:
         """Adds a record. `where` says which it is, such as "line 3"."""
         subject = f"{self.subject}, {where}"
-        names = [name for name, value in record.items() if value is not None]
+        is_text = {name for name in NAMES[TOKENS] if isinstance(record.get(name), str)}
+        names = [name for name in record if record[name] is not None and name not in is_text]
         roles = find_names(subject, names)
         if self.roles is None:
             self.roles = roles

@@ -12,7 +12,9 @@ Tokens are sampled from mu, so all means here are means over mu. If mu can sampl
 pi can, the mean ratio is 1. So the spread of the ratios is taken about 1, and one token of mu is
 worth p = 1 / (1 + E[(ratio - 1)^2]) tokens of pi. Ratios of a sequence multiply, so one sequence of
 N tokens is worth about p^N sequences of pi. The horizon H = ln 0.9 / ln p is the length at which a
-sequence is worth 0.9.
+sequence is worth 0.9. Where ratios go together along a sequence, for example because all of them
+are a little too low, sequences lose more than p^N says. Then the horizon is measured on products of
+the ratios of neighbouring tokens.
 
 The estimators k1 and k3 of the divergence KL(mu || pi) are those of Schulman (2020), "Approximating
 KL divergence".
@@ -27,12 +29,12 @@ import numpy as np
 from .acting_look import amount
 from .dump_names import dict_as_arrays
 from .findings import without_nan
+from .mismatch_gap import FEW_TOKENS, LARGEST, Gap, Symptom
+from .mismatch_places import FEW_SEQUENCES
 from .mismatch_symptoms import (
-    FEW_SEQUENCES,
-    FEW_TOKENS,
-    Gap,
-    Symptom,
+    BITS_LEFT,
     bits_of,
+    robust_bits,
     symptoms_of,
     without_fillers,
 )
@@ -41,21 +43,38 @@ from .token_arrays import COARSE, read_tokens
 
 FLOAT32_STEP = 2.0**-23  # distance of float32's numbers at 1; policies compute in float32 at best
 MANY_ZEROS = 0.05  # share of tokens
+COMMON_BITS = 4.0  # of mantissa; arithmetic in common use leaves more
+TOGETHER = 1.5  # how much more products of ratios vary than those of independent tokens
+FEW_PRODUCTS = 32  # with fewer products of ratios, their spread is chance
+FEW_BITS = "note: no arithmetic in common use"  # how the note of COMMON_BITS begins
+LEAST_SHARE = 0.005  # of the squared gap, that is worth a percentage
 
+# What a kind of bug means, and what to do about it where that is sure. Otherwise what to look at.
 MEANING = {
     "shift": "the learner's log-probabilities are off by one position. Look at how labels are "
     "shifted against logits.",
+    "labels": "the learner's log-probabilities hardly follow the actor's. Look first at how labels "
+    "are shifted against logits, then at the prompt and the weights.",
     "truncation": "the actor samples from a part of the distribution (top-p, top-k or min-p), and "
     "its log-probabilities are those of that part. Turn it off, or ask the engine for "
     "log-probabilities before it.",
-    "temperature": "the policies have different temperatures. Divide the learner's logits by the "
-    "actor's temperature.",
+    "temperature": "the log-probabilities have different temperatures. Either the engine "
+    "returns those of raw logits (vLLM: set logprobs_mode=processed_logprobs first), or the "
+    "learner does not divide its logits by the actor's temperature.",
+    "repetition": "tokens that a sequence had before differ from new ones. Look at the engine's "
+    "repetition, presence and frequency penalties.",
     "padding": "some sequences are read in another context. Look at left padding, position ids, "
     "the attention mask and cached prefixes.",
-    "template": "all sequences are read in another context from one position on. Look at the chat "
-    "template and at tokens that are added or left out there.",
-    "beginning": "all sequences begin in another context. Look at the prompt, the first token and "
-    "the padding before it.",
+    "template": "all sequences differ from one position on. Look at the chat template, at tokens "
+    "that are added or left out there, and at a cache that has fewer bits from there on.",
+    "beginning": "all sequences differ most at their beginning. Look at the prompt, the first "
+    "token, the padding before it and tokens that the engine suppresses there.",
+    "last token": "the last tokens of sequences differ. Look at end tokens that are appended or "
+    "forced, and at the length limit.",
+    "trend": "the gap grows along the sequences. Look at position ids, the scaling of rotary "
+    "positions, the attention window and the bits of the cache.",
+    "heavy tail": "few tokens, here and there, have most of the gap. Look at experts that the two "
+    "programs choose differently (routing), at other kernels, and at the tokens themselves.",
     "stale": "the actor has older weights than the learner. Look at when weights are sent.",
     "filler": "some log-probabilities are fillers, not those of sampled tokens.",
     "greedy": "the actor's log-probabilities are all 0. Sample at the learner's temperature, and "
@@ -63,9 +82,23 @@ MEANING = {
     "mean ratio": "the mean ratio is above 1, which sampled tokens cannot give. Either the actor "
     "sampled from another policy than its log-probabilities say, or the learner's do not sum to 1. "
     "Tokens that were chosen by their reward, or that the learner has trained on, do this, too.",
+    "precision": "the gap is larger than the precision of both programs explains. Look for weights "
+    "that were not sent, dropout, another rope_theta, and places that compute in fewer bits.",
     "other": "the gap is larger than rounding makes it, and nothing says why. Dropout in the "
     "learner, old weights and another prompt do this.",
 }
+# A bug of one of these kinds often has symptoms of other kinds, too. The first is named, and beside
+# it only the kinds that it does not explain.
+LEADING = {
+    "shift": (),
+    "labels": (),
+    "temperature": ("truncation",),
+    "truncation": (),
+    "stale": (),
+    "repetition": ("beginning", "last token"),
+}
+# These say that something is wrong, the other kinds say what.
+VAGUE = ("mean ratio", "heavy tail", "precision", "other")
 
 
 class MismatchReport(NamedTuple):
@@ -74,10 +107,10 @@ class MismatchReport(NamedTuple):
     `str(report)` has it in words.
 
     `verdict`               exact, rounding, bug or not judged
-    `kind`                  kind of the bug: shift, truncation, temperature, stale, padding,
-                            template, beginning, filler, greedy, mean ratio or other; empty if
-                            there is none
+    `kind`                  kind of the bug, one of MEANING's; empty if there is none
+    `causes`                kinds of bugs that may have made the gap, `kind` first
     `symptoms`              all symptoms that were measured, the strongest first
+    `precision`             what both programs claim to compute in; empty if they claim nothing
     `bits`                  bits of mantissa to which everything would have to be rounded to make
                             such a gap: an estimate
     `sequences`, `tokens`   number of sequences and tokens that count
@@ -85,7 +118,9 @@ class MismatchReport(NamedTuple):
     `token_sample_size`     Kish's effective sample size of the tokens' ratios, as a share
     `sequence_sample_size`  the same for the ratios of whole sequences; NaN for a single sequence
     `p`                     sample size of a token, if the mean ratio is taken to be 1
-    `horizon`               H in tokens; infinite if all ratios are 1
+    `horizon`               H in tokens; infinite if all ratios are 1. Where ratios go together
+                            along a sequence, it is measured on products of ratios
+    `token_horizon`         H as it would be if tokens were independent
     `horizons`              the mean length of sequences in horizons
     `kl_k1`, `kl_k3`        two estimates of KL(mu || pi) per token, in nats
     `mean_ratio`            mean of the tokens' ratios
@@ -107,7 +142,9 @@ class MismatchReport(NamedTuple):
 
     verdict: str
     kind: str
+    causes: tuple[str, ...]
     symptoms: tuple[Symptom, ...]
+    precision: str
     bits: float
     sequences: int
     tokens: int
@@ -116,6 +153,7 @@ class MismatchReport(NamedTuple):
     sequence_sample_size: float
     p: float
     horizon: float
+    token_horizon: float
     horizons: float
     kl_k1: float
     kl_k3: float
@@ -151,22 +189,27 @@ class MismatchReport(NamedTuple):
                 f"give at least {FEW_TOKENS}"
             ]
         if self.verdict == "rounding":
-            lines = [
-                "rounding: no symptom of a bug; arithmetic with about "
-                f"{max(self.bits, 0):.1f} bits of mantissa makes such a gap"
-            ]
+            with_bits = f"arithmetic with about {max(self.bits, 0):.1f} bits of mantissa"
+            lines = [f"rounding: no symptom of a bug; {with_bits} makes such a gap"]
+            if any(note.startswith(FEW_BITS) for note in self.notes):
+                few = "rounding to few bits, or a bug without a symptom"
+                lines = [f"{few}: {with_bits} makes such a gap"]
             if not self.has_advantages:
                 lines.append("  give advantages, too, to tell old weights from rounding")
             return lines
-        lines = [f"bug ({self.kind}): {MEANING[self.kind]}"]
-        lines += [f"  {symptom.says}" for symptom in self.symptoms if symptom.is_seen]
+        lines = []
+        for kind in self.causes:
+            lines.append(f"{'also' if lines else 'bug'} ({kind}): {MEANING[kind]}")
+            lines += [f"  {line_of(x)}" for x in self.symptoms if x.is_seen and x.kind == kind]
+        others = [x for x in self.symptoms if x.is_seen and x.kind not in self.causes]
+        lines += [f"  {line_of(symptom)}" for symptom in others]
         return lines
 
     def numbers(self) -> list[str]:
         """Lines with the numbers of the report."""
         lines = [
             f"horizon: {amount(self.horizon)} tokens, after which the weights of sequences have "
-            "lost a tenth of their sample size",
+            "lost a tenth of their sample size" + self.words_on_tokens(),
             f"lengths: sequences of {self.mean_length:,.1f} tokens are {amount(self.horizons)} "
             "horizons long",
             f"effective sample size: {self.token_sample_size:.4f} of the tokens, "
@@ -189,6 +232,12 @@ class MismatchReport(NamedTuple):
         beside, *others = lines_of(self)
         return [lines[0], beside, *lines[1:], *others]
 
+    def words_on_tokens(self) -> str:
+        """What the horizon would be of independent tokens, if it differs."""
+        if self.horizon == self.token_horizon:
+            return ""
+        return f" (independent tokens: {amount(self.token_horizon)}; here ratios go together)"
+
     def to_json(self) -> str:
         """The report as a JSON object of all fields. NaN and infinity become null."""
         fields = self._asdict()
@@ -196,8 +245,22 @@ class MismatchReport(NamedTuple):
         return json.dumps(without_nan(fields), indent=2)
 
 
+def line_of(symptom: Symptom) -> str:
+    """What a symptom says, and how much of the gap it explains."""
+    if not symptom.share > LEAST_SHARE:  # or NaN
+        return symptom.says
+    return f"{symptom.says}; explains {symptom.share:.0%} of the squared gap"
+
+
 def mismatch(
-    learner_logp, actor_logp=None, mask=None, advantages=None, clip: float = 0.2, lengths=None
+    learner_logp,
+    actor_logp=None,
+    mask=None,
+    advantages=None,
+    clip: float = 0.2,
+    lengths=None,
+    precision: str | None = None,
+    tokens=None,
 ) -> MismatchReport:
     """Compares the learner's and the actor's log-probabilities of sampled tokens.
 
@@ -221,6 +284,10 @@ def mismatch(
     `clip`                        PPO's clip: how far a ratio may differ from 1
     `lengths`                     [sequences], the number of tokens of each sequence in a packed
                                   row: the differences of cumulated lengths (`cu_seqlens`)
+    `precision`                   what both programs claim to compute in, such as "bf16"; then a gap
+                                  that this arithmetic cannot explain is a bug
+    `tokens`                      the tokens' numbers in the vocabulary, in the same form; they show
+                                  whether tokens that occur again differ from new ones
 
     `learner_logp` may also be a dict that holds the arrays under these names, or under those of
     TRL, verl, OpenRLHF or NeMo-RL, such as verl's `batch.batch`. What else it holds is left alone.
@@ -229,45 +296,64 @@ def mismatch(
     Raises ValueError, with a message of one line, for arrays that cannot be log-probabilities of
     the same tokens.
     """
-    arrays = dict_as_arrays(learner_logp, actor_logp, mask, advantages, lengths)
-    learner, actor, used, gains = read_tokens(**arrays)
+    arrays = dict_as_arrays(learner_logp, actor_logp, mask, advantages, lengths, tokens)
+    read = read_tokens(**arrays)
     if not (isinstance(clip, int | float) and 0 < clip < 1):
         raise ValueError(f"clip is {clip!r}: use a number above 0 and below 1, such as 0.2")
-    step = max(learner.step, actor.step, FLOAT32_STEP)
-    gap = Gap(np.where(used, learner.values, 0.0), np.where(used, actor.values, 0.0), used, step)
-    return report_on(gap, gains, float(clip), has_mask="mask" in arrays)
+    if precision is not None and precision not in BITS_LEFT:
+        raise ValueError(f"precision is {precision!r}: use one of {', '.join(BITS_LEFT)}")
+    used = read.mask
+    gap = Gap(
+        np.where(used, read.learner.values, 0.0),
+        np.where(used, read.actor.values, 0.0),
+        used,
+        step=max(read.learner.step, read.actor.step, FLOAT32_STEP),
+    )
+    has_mask = "mask" in arrays
+    return report_on(gap, read.advantages, float(clip), has_mask, precision, read.numbers)
 
 
 # The numbers of the report.
 
 
 def report_on(
-    gap: Gap, advantages: np.ndarray | None, clip: float, has_mask: bool
+    gap: Gap,
+    advantages: np.ndarray | None,
+    clip: float,
+    has_mask: bool,
+    precision: str | None = None,
+    tokens: np.ndarray | None = None,
 ) -> MismatchReport:
     """The report on checked arrays."""
     log_ratio = gap.log_ratio[gap.mask]
     excess = gap.excess[gap.mask]  # ratio - 1
     spread = float(np.square(excess).mean())
-    horizon = horizon_of(spread)
+    token_horizon = horizon_of(spread)
+    horizon = measured_horizon(gap, token_horizon)
     is_used = gap.mask.any(1)
     by_sequence = gap.log_ratio.sum(1)[is_used]
     lengths = gap.mask.sum(1)[is_used]
     gap_without, fillers = without_fillers(gap)
-    symptoms = sorted(symptoms_of(gap_without, advantages), key=lambda symptom: -symptom.excess)
-    verdict, kind = judge(gap_without, symptoms)
+    symptoms = symptoms_of(gap_without, advantages, precision, tokens)
+    symptoms.sort(key=lambda symptom: -symptom.excess)
+    verdict, causes = judge(gap_without, symptoms)
     notes = notes_on(gap)
+    if verdict == "rounding" and not fillers and precision is None:
+        notes += note_on_bits(gap_without)
     if not has_mask and (fillers or share_of_zeros(gap) > MANY_ZEROS):
         notes.append("note: there is no mask. Give a mask: padding and tool tokens out.")
     if fillers:
-        notes.append(note_on_others(verdict, kind, gap_without))
+        notes.append(note_on_others(verdict, causes, gap_without))
         verdict = "bug"
-        kind = fillers.kind
+        causes = [fillers.kind]
         symptoms = [fillers, *symptoms]
     above, below, dropped = clipped_shares(1 + excess, advantages, gap.mask, clip)
     return MismatchReport(
         verdict=verdict,
-        kind=kind,
+        kind=causes[0] if causes else "",
+        causes=tuple(causes),
         symptoms=tuple(symptoms),
+        precision=precision or "",
         bits=bits_of(gap),
         sequences=gap.sequences,
         tokens=len(log_ratio),
@@ -276,6 +362,7 @@ def report_on(
         sequence_sample_size=kish(by_sequence) if gap.sequences > 1 else math.nan,
         p=1 / (1 + spread),
         horizon=horizon,
+        token_horizon=token_horizon,
         horizons=float(lengths.mean()) / horizon,
         kl_k1=float(-log_ratio.mean()),
         kl_k3=float((excess - log_ratio).mean()),
@@ -291,6 +378,29 @@ def report_on(
         **ProbabilityGap.of(gap.learner[gap.mask], gap.actor[gap.mask], excess)._asdict(),
         notes=tuple(notes),
     )
+
+
+def measured_horizon(gap: Gap, token_horizon: float) -> float:
+    """The horizon in tokens, from products of 2, 4, 8 and more ratios of neighbouring tokens.
+
+    It is that of the products that are about a horizon long, or of the longest of which there are
+    enough. If the products vary about as those of independent tokens, it is `token_horizon`.
+    """
+    gap = gap.left_aligned()
+    until = np.pad(np.cumsum(gap.log_ratio, axis=1), ((0, 0), (1, 0)))
+    lengths = gap.mask.sum(1)
+    measured = token_horizon
+    length = 2
+    while length <= lengths.max() and length <= 2 * measured:
+        starts = np.arange(0, gap.mask.shape[1] - length + 1, length)
+        is_whole = starts + length <= lengths[:, None]  # the sequence has all of these tokens
+        if is_whole.sum() < FEW_PRODUCTS:
+            break
+        product = (until[:, starts + length] - until[:, starts])[is_whole]
+        spread = float(np.square(np.expm1(np.minimum(product, LARGEST))).mean())
+        measured = length * horizon_of(spread)
+        length *= 2
+    return measured if measured * TOGETHER < token_horizon else token_horizon
 
 
 def kish(log_weights: np.ndarray) -> float:
@@ -318,33 +428,45 @@ def clipped_shares(
     )
 
 
-def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, str]:
-    """The verdict, and the kind of bug. `symptoms` begin with the strongest."""
+def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, list[str]]:
+    """The verdict, and the kinds of bugs in order. `symptoms` begin with the strongest."""
     if not gap.log_ratio.any():
-        return "exact", ""
+        return "exact", []
     if not symptoms:
-        return "not judged", ""
-    kinds = [symptom.kind for symptom in symptoms if symptom.is_seen]
+        return "not judged", []
+    kinds = list(dict.fromkeys(symptom.kind for symptom in symptoms if symptom.is_seen))
     if not kinds:
-        return "rounding", ""
-    # A bug of one of these kinds often has symptoms of the kinds after it, too.
-    for kind in ("shift", "temperature", "truncation", "stale"):
-        if kind in kinds:
-            return "bug", kind
-    # These two say that something is wrong, the other kinds say what.
-    named = [kind for kind in kinds if kind not in ("mean ratio", "other")]
+        return "rounding", []
+    for leading, beside in LEADING.items():
+        if leading in kinds:
+            return "bug", [leading, *(kind for kind in beside if kind in kinds)]
+    named = [kind for kind in kinds if kind not in VAGUE]
+    if len(named) > 1 and "trend" in named:
+        named.remove("trend")  # a larger gap at some positions is a trend, too
     if named:
-        return "bug", named[0]  # the strongest
-    return "bug", "mean ratio" if "mean ratio" in kinds else "other"
+        return "bug", named
+    return "bug", [kind for kind in VAGUE if kind in kinds][:1]
 
 
-def note_on_others(verdict: str, kind: str, gap: Gap) -> str:
+def note_on_bits(gap: Gap) -> list[str]:
+    """A line if the gap is larger than arithmetic in common use makes it."""
+    bits = robust_bits(gap)
+    if bits >= COMMON_BITS:
+        return []
+    return [
+        f"{FEW_BITS} leaves {max(bits, 0):.1f} bits of mantissa, unless a "
+        "program computes in 8 bits or fewer. Old weights, weights that were not sent and another "
+        "rope_theta look like this. Say what both programs compute in, as in --precision bf16."
+    ]
+
+
+def note_on_others(verdict: str, causes: list[str], gap: Gap) -> str:
     """What the tokens that are no fillers look like."""
     begin = f"note: without these tokens, {int(gap.mask.sum()):,} are left"
     if not gap.mask.any():
         return "note: no other tokens are left to judge"
     if verdict == "bug":
-        return f"{begin}, and they have a bug ({kind}): {MEANING[kind]}"
+        return f"{begin}, and they have a bug ({causes[0]}): {MEANING[causes[0]]}"
     if verdict == "rounding":
         return f"{begin}, and they look like rounding to {max(bits_of(gap), 0):.1f} bits"
     return f"{begin}: {verdict}"

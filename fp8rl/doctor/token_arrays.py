@@ -26,6 +26,7 @@ MOST_PADDED = 2**28  # numbers in a padded array; one long sequence among many s
 FLOATS = "give floating point, such as float32"
 BINARY = "give booleans, or 0 and 1"
 NUMBERS = "give numbers"
+WHOLE_NUMBERS = "give whole numbers, those of the tokens in the vocabulary"
 WHOLE = "give the number of tokens of each packed sequence, 0 or more"
 
 
@@ -53,15 +54,19 @@ class Tokens(NamedTuple):
     `learner`, `actor`  their log-probabilities, checked where `mask` is True
     `mask`              which tokens count
     `advantages`        0 where `mask` is False; None if there are none
+    `numbers`           the tokens' numbers in the vocabulary; None if they are not given
     """
 
     learner: Padded
     actor: Padded
     mask: np.ndarray
     advantages: np.ndarray | None
+    numbers: np.ndarray | None
 
 
-def read_tokens(learner_logp, actor_logp, mask=None, advantages=None, lengths=None) -> Tokens:
+def read_tokens(
+    learner_logp, actor_logp, mask=None, advantages=None, lengths=None, tokens=None
+) -> Tokens:
     """Checks the arrays of a dump, each in any of the three forms.
 
     Raises ValueError, with a message of one line, for arrays that cannot be log-probabilities of
@@ -76,7 +81,8 @@ def read_tokens(learner_logp, actor_logp, mask=None, advantages=None, lengths=No
     check_log_probabilities("actor_logp", actor, used)
     if advantages is not None:
         advantages = as_advantages(advantages, used, actor, lengths)
-    return Tokens(learner, actor, used, advantages)
+    numbers = None if tokens is None else as_token_numbers(tokens, actor, lengths)
+    return Tokens(learner, actor, used, advantages, numbers)
 
 
 def log_probabilities(name: str, x, lengths: np.ndarray | None) -> Padded:
@@ -110,6 +116,17 @@ def as_mask(mask, like: Padded, lengths: np.ndarray | None) -> np.ndarray:
     if not used.any():
         raise ValueError("mask is False everywhere: give at least one token that counts")
     return used
+
+
+def as_token_numbers(tokens, like: Padded, lengths: np.ndarray | None) -> np.ndarray:
+    """The tokens' numbers in the vocabulary, [S, T]; 0 where there is no token."""
+    given = padded("tokens", *rows_of("tokens", tokens, lengths, "iuf", WHOLE_NUMBERS))
+    check_same_tokens("tokens", given, like)
+    is_wrong = given.is_token & (given.values != np.floor(given.values))
+    if is_wrong.any():
+        i, j = np.argwhere(is_wrong)[0]
+        raise ValueError(f"tokens is {given.values[i, j]:g} at [{i}, {j}]: {WHOLE_NUMBERS}")
+    return np.where(given.is_token, given.values, 0.0)
 
 
 def as_advantages(
