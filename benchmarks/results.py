@@ -59,6 +59,8 @@ COMMANDS = {
     "acting": "python benchmarks/acting.py table benchmarks/results/acting.md",
     # Is a gap of log-probabilities rounding or a bug?
     "dumps": "python benchmarks/dumps.py report benchmarks/results/dumps.md",
+    # Also in dumps of a real decoder?
+    "decoder_dumps": "python benchmarks/decoder_dumps.py judge DIR benchmarks/results/decoder_dumps.md",
     # What do RL stacks for language models do about actor and learner by default?
     "stack_defaults": "python benchmarks/stack_defaults.py benchmarks/results/stack_defaults.md",
     # How long does one wait, beside what one would use instead?
@@ -127,7 +129,7 @@ def obstacle(name: str) -> str | None:
     if name in ON_CUDA and not torch.cuda.is_available():
         return "it needs a CUDA device"
     if " DIR" in COMMANDS[name]:
-        return f"run it by hand, with your clones in place of DIR: {COMMANDS[name]}"
+        return f"run it by hand, with your folders in place of DIR: {COMMANDS[name]}"
     return None
 
 

@@ -23,10 +23,12 @@ from typing import NamedTuple
 
 import acting
 import breakage_map
+import noise_dumps
 import numpy as np
 import pytest
 import rates
 import results
+import small_decoder
 import tasks
 import torch
 import waits
@@ -40,6 +42,8 @@ from fp8rl.cli import throughput
 from fp8rl.config import Config
 from fp8rl.doctor import command as doctor_command
 from fp8rl.doctor import run_script
+from fp8rl.doctor.mismatch import MEANING
+from fp8rl.doctor.mismatch_symptoms import BITS_LEFT
 from fp8rl.history import History
 from fp8rl.machine.machine import Machine
 from fp8rl.population.networks import Agents
@@ -303,6 +307,33 @@ def few_dumps(module, monkeypatch) -> None:
 def dumps_in_steps(module, out: Path) -> None:
     module.main(["choose"])
     module.main(["report", str(out / "dumps.md")])
+
+
+def saved_dump(path: Path, dump, **facts) -> None:
+    """Saves a dump without a model as decoder_dumps.py does."""
+    arrays = {"learner_logp": dump.learner_logp, "actor_logp": dump.actor_logp, "mask": dump.mask}
+    facts = {"what": path.stem, "claims": "", "actor": "bf16", "learner": "bf16"} | facts
+    np.savez(path, **arrays, truth=np.array([dump.bug or "sound"]), **facts)
+
+
+def three_dumps_of_a_decoder(module, out: Path) -> None:
+    """Two sound dumps, and one with a temperature."""
+    folder = out / "decoder"
+    (folder / "dumps").mkdir(parents=True)
+    about = {"parameters": 1, "seed": 1, "steps": 1, "seconds": 1.0, "loss": 1.0, "versions": {}}
+    (folder / "about.json").write_text(json.dumps(about))
+    shape = noise_dumps.DumpShape(32, 32, True)
+    for seed, size in enumerate((0.001, 0.01)):
+        dump = noise_dumps.sound_dump(shape, "Gaussian", size, seed, False)
+        saved_dump(folder / f"dumps/{seed}.npz", dump, claims="bf16")
+    bug = noise_dumps.buggy_dump("temperature", shape, "Gaussian", 0.01, 0)
+    saved_dump(folder / "dumps/2.npz", bug)
+    module.main(["judge", str(folder), str(out / "decoder_dumps.md")])
+    short = (out / "decoder_dumps_short.md").read_text()
+    assert "| the report | 1 of 1 | 1 of 1 | 0 of 2 | 0 of 2 | 0 |" in short
+    assert "| always rounding | 0 of 1 | - | 0 of 2 | 0 of 2 |" in short
+    text = (out / "decoder_dumps.md").read_text()
+    assert "| 2 | temperature | yes | bug: temperature | bug: temperature |" in text
 
 
 def commands_here(module, monkeypatch) -> None:
@@ -608,6 +639,13 @@ RUNS = {
         {"POLICIES": 1, "SEQUENCES": 24, "BATCH": 16, "TOKENS": 6, "UPDATES_OF_POLICY": 8},
         few_dumps,
         dumps_in_steps,
+    ),
+    "decoder_dumps": Run(
+        {
+            "decoder_dumps.md": {"rule", "what is done", "truth", "with a precision"},
+            "decoder_dumps_short.md": {"rule", "sound, called a bug"},
+        },
+        call=three_dumps_of_a_decoder,
     ),
     "codecs": Run(
         {"table.md": {"arm", "lowest seed"}, "curves.png": set(), "results.csv": set()},
@@ -1171,6 +1209,75 @@ def test_what_is_predicted_of_the_laboratory_uses_only_what_each_rule_knows():
     assert found["format alone"] == 0.0  # that of three bits
     assert np.isclose(found["length alone"], 0.6)
     assert 0 < found["predicted"] < 0.2 and np.isclose(found["sample size alone"], 0.0)
+
+
+# Dumps of a real decoder
+
+
+def a_rollout(prompts: list[list[int]]) -> small_decoder.Rollout:
+    """Answers of 3 tokens, of which the first sequence has 2."""
+    tokens = torch.tensor([[5, small_decoder.END, small_decoder.PAD], [4, 3, 5]])
+    mask = tokens != small_decoder.PAD
+    return small_decoder.Rollout(prompts, tokens, mask, mask, torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("offset", (0, -1, 1))
+def test_a_learner_scores_answers_after_prompts_of_any_length(offset):
+    prompts = [[2, 3], [2, 4, 5, 3]]
+    rollout = a_rollout(prompts)
+    inputs = small_decoder.inputs_of(prompts, rollout)
+    assert inputs.positions.tolist() == [[0, 0, 0, 1, 2, 3, 3], [0, 1, 2, 3, 4, 5, 6]]
+    table = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+
+    def model(input_ids, **_):  # whose logits depend on the last token that it has read
+        return SimpleNamespace(logits=table[input_ids])
+
+    logp = small_decoder.Lab.score(None, model, inputs, rollout.tokens, offset=offset, batch=1)
+    for row, (prompt, answer) in enumerate(zip(prompts, rollout.tokens.tolist(), strict=True)):
+        text = prompt + answer
+        for t, token in enumerate(answer):
+            read = text[len(prompt) + t - 1 + offset]
+            assert logp[row, t] == table[read].log_softmax(-1)[token]
+
+
+def test_a_learner_reads_what_a_fault_puts_before_answers():
+    import decoder_faults as faults
+
+    prompts = [[2, 3], [2, 4, 5, 3]]
+    rollout = a_rollout(prompts)
+    assert faults.after_neighbour(None, rollout) == [[2, 3], [2, 3, 5, 1, 2, 4, 5, 3]]
+    assert faults.begin_missing(None, rollout) == [[3], [4, 5, 3]]
+    reads = faults.sliding_window(small_decoder.inputs_of(prompts, rollout), rollout).attention
+    assert reads.shape == (2, 1, 7, 7)
+    # The first answer of the first sequence reads its prompt and itself, and padding reads itself
+    assert reads[0, 0, 4].tolist() == [False, False, True, True, True, False, False]
+    assert reads[0, 0, 1].tolist() == [False, True, *[False] * 5]
+
+
+def test_recipes_of_dumps_name_kinds_of_the_report():
+    import decoder_faults as faults
+
+    assert not any(recipe.kinds for recipe in faults.SOUND)
+    for recipe in faults.BUGS:
+        assert recipe.kinds and set(recipe.kinds) <= set(MEANING), recipe
+    assert {recipe.claims for recipe in faults.RECIPES} <= {"", *BITS_LEFT}
+
+
+def test_a_small_decoder_trains_and_makes_dumps(monkeypatch, tmp_path):
+    for package in small_decoder.PACKAGES[:1]:
+        pytest.importorskip(package)
+    monkeypatch.setattr(
+        small_decoder, "documents", lambda: (f"x = {i * i}\n" * 9 for i in range(99))
+    )
+    monkeypatch.setattr(small_decoder, "HELD_OUT", 40)
+    monkeypatch.setattr(small_decoder, "WINDOW", 16)
+    monkeypatch.setattr(small_decoder, "ANSWER", 8)
+    module = imported("decoder_dumps")
+    module.main(["train", str(tmp_path), "--seed", "1", "--seconds", "4"])
+    for only in ("8-bit cache", "1 step of 0.001", "a window"):
+        module.main(["make", str(tmp_path), "--only", only])
+    (_, dump, _) = [np.load(path) for path in sorted((tmp_path / "dumps").glob("*.npz"))]
+    assert dump["learner_logp"].shape == dump["tokens"].shape == (64, 8)
 
 
 # Pages
