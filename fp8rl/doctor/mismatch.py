@@ -10,11 +10,8 @@ gap looks like rounding or like a bug.
 
 Tokens are sampled from mu, so all means here are means over mu. If mu can sample every token that
 pi can, the mean ratio is 1. So the spread of the ratios is taken about 1, and one token of mu is
-worth p = 1 / (1 + E[(ratio - 1)^2]) tokens of pi. Ratios of a sequence multiply, so one sequence of
-N tokens is worth about p^N sequences of pi. The horizon H = ln 0.9 / ln p is the length at which a
-sequence is worth 0.9. Where ratios go together along a sequence, for example because all of them
-are a little too low, sequences lose more than p^N says. Then the horizon is measured on products of
-the ratios of neighbouring tokens.
+worth p = 1 / (1 + E[(ratio - 1)^2]) tokens of pi. What that means for sequences says the horizon
+(mismatch_horizon.py).
 
 The estimators k1 and k3 of the divergence KL(mu || pi) are those of Schulman (2020), "Approximating
 KL divergence".
@@ -29,7 +26,8 @@ import numpy as np
 from .acting_look import amount
 from .dump_names import dict_as_arrays
 from .findings import without_nan
-from .mismatch_gap import FEW_TOKENS, LARGEST, Gap, Symptom
+from .mismatch_gap import FEW_TOKENS, Gap, Symptom
+from .mismatch_horizon import Horizon
 from .mismatch_places import FEW_SEQUENCES
 from .mismatch_symptoms import (
     BITS_LEFT,
@@ -38,14 +36,12 @@ from .mismatch_symptoms import (
     symptoms_of,
     without_fillers,
 )
-from .probability_gap import ProbabilityGap, horizon_of, lines_of
+from .probability_gap import ProbabilityGap, lines_of
 from .token_arrays import COARSE, read_tokens
 
 FLOAT32_STEP = 2.0**-23  # distance of float32's numbers at 1; policies compute in float32 at best
 MANY_ZEROS = 0.05  # share of tokens
 COMMON_BITS = 4.0  # of mantissa; arithmetic in common use leaves more
-TOGETHER = 1.5  # how much more products of ratios vary than those of independent tokens
-FEW_PRODUCTS = 32  # with fewer products of ratios, their spread is chance
 FEW_BITS = "note: no arithmetic in common use"  # how the note of COMMON_BITS begins
 LEAST_SHARE = 0.005  # of the squared gap, that is worth a percentage
 
@@ -118,9 +114,9 @@ class MismatchReport(NamedTuple):
     `token_sample_size`     Kish's effective sample size of the tokens' ratios, as a share
     `sequence_sample_size`  the same for the ratios of whole sequences; NaN for a single sequence
     `p`                     sample size of a token, if the mean ratio is taken to be 1
-    `horizon`               H in tokens; infinite if all ratios are 1. Where ratios go together
-                            along a sequence, it is measured on products of ratios
-    `token_horizon`         H as it would be if tokens were independent
+    `horizon`, `horizon_low`, `horizon_high`, `token_horizon`, `horizon_without_farthest`
+                            H in tokens, its 95% interval, and what it would be of independent
+                            tokens, and without the farthest of them (mismatch_horizon.py)
     `horizons`              the mean length of sequences in horizons
     `kl_k1`, `kl_k3`        two estimates of KL(mu || pi) per token, in nats
     `mean_ratio`            mean of the tokens' ratios
@@ -135,7 +131,7 @@ class MismatchReport(NamedTuple):
                             without advantages, share of all tokens
     `clipped`               share of all tokens that PPO's clip drops; NaN without advantages
     `token_mult_prob_error`, `probs_diff_mean`, `probs_diff_max`, `probs_correlation`,
-    `logp_diff_mean`, `logp_diff_max`, `horizon_without_farthest`
+    `logp_diff_mean`, `logp_diff_max`
                             the numbers that RL stacks log (probability_gap.py)
     `notes`                 lines that say what limits the numbers
     """
@@ -153,7 +149,10 @@ class MismatchReport(NamedTuple):
     sequence_sample_size: float
     p: float
     horizon: float
+    horizon_low: float
+    horizon_high: float
     token_horizon: float
+    horizon_without_farthest: float
     horizons: float
     kl_k1: float
     kl_k3: float
@@ -172,7 +171,6 @@ class MismatchReport(NamedTuple):
     probs_correlation: float
     logp_diff_mean: float
     logp_diff_max: float
-    horizon_without_farthest: float
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -208,8 +206,7 @@ class MismatchReport(NamedTuple):
     def numbers(self) -> list[str]:
         """Lines with the numbers of the report."""
         lines = [
-            f"horizon: {amount(self.horizon)} tokens, after which the weights of sequences have "
-            "lost a tenth of their sample size" + self.words_on_tokens(),
+            *self.measured_horizon.lines(),
             f"lengths: sequences of {self.mean_length:,.1f} tokens are {amount(self.horizons)} "
             "horizons long",
             f"effective sample size: {self.token_sample_size:.4f} of the tokens, "
@@ -229,14 +226,17 @@ class MismatchReport(NamedTuple):
                 f"clip: {self.clipped_above:.2%} of the tokens are above {high:g}, "
                 f"{self.clipped_below:.2%} below {low:g}"
             )
-        beside, *others = lines_of(self)
-        return [lines[0], beside, *lines[1:], *others]
+        return lines + lines_of(self)
 
-    def words_on_tokens(self) -> str:
-        """What the horizon would be of independent tokens, if it differs."""
-        if self.horizon == self.token_horizon:
-            return ""
-        return f" (independent tokens: {amount(self.token_horizon)}; here ratios go together)"
+    @property
+    def measured_horizon(self) -> Horizon:
+        return Horizon(
+            self.horizon,
+            self.horizon_low,
+            self.horizon_high,
+            self.token_horizon,
+            self.horizon_without_farthest,
+        )
 
     def to_json(self) -> str:
         """The report as a JSON object of all fields. NaN and infinity become null."""
@@ -328,8 +328,7 @@ def report_on(
     log_ratio = gap.log_ratio[gap.mask]
     excess = gap.excess[gap.mask]  # ratio - 1
     spread = float(np.square(excess).mean())
-    token_horizon = horizon_of(spread)
-    horizon = measured_horizon(gap, token_horizon)
+    horizon = Horizon.of(gap)
     is_used = gap.mask.any(1)
     by_sequence = gap.log_ratio.sum(1)[is_used]
     lengths = gap.mask.sum(1)[is_used]
@@ -361,9 +360,12 @@ def report_on(
         token_sample_size=kish(log_ratio),
         sequence_sample_size=kish(by_sequence) if gap.sequences > 1 else math.nan,
         p=1 / (1 + spread),
-        horizon=horizon,
-        token_horizon=token_horizon,
-        horizons=float(lengths.mean()) / horizon,
+        horizon=horizon.tokens,
+        horizon_low=horizon.low,
+        horizon_high=horizon.high,
+        token_horizon=horizon.of_tokens,
+        horizon_without_farthest=horizon.without_farthest,
+        horizons=float(lengths.mean()) / horizon.tokens,
         kl_k1=float(-log_ratio.mean()),
         kl_k3=float((excess - log_ratio).mean()),
         mean_ratio=1 + float(excess.mean()),
@@ -375,32 +377,9 @@ def report_on(
         clipped_above=above,
         clipped_below=below,
         clipped=dropped,
-        **ProbabilityGap.of(gap.learner[gap.mask], gap.actor[gap.mask], excess)._asdict(),
+        **ProbabilityGap.of(gap.learner[gap.mask], gap.actor[gap.mask])._asdict(),
         notes=tuple(notes),
     )
-
-
-def measured_horizon(gap: Gap, token_horizon: float) -> float:
-    """The horizon in tokens, from products of 2, 4, 8 and more ratios of neighbouring tokens.
-
-    It is that of the products that are about a horizon long, or of the longest of which there are
-    enough. If the products vary about as those of independent tokens, it is `token_horizon`.
-    """
-    gap = gap.left_aligned()
-    until = np.pad(np.cumsum(gap.log_ratio, axis=1), ((0, 0), (1, 0)))
-    lengths = gap.mask.sum(1)
-    measured = token_horizon
-    length = 2
-    while length <= lengths.max() and length <= 2 * measured:
-        starts = np.arange(0, gap.mask.shape[1] - length + 1, length)
-        is_whole = starts + length <= lengths[:, None]  # the sequence has all of these tokens
-        if is_whole.sum() < FEW_PRODUCTS:
-            break
-        product = (until[:, starts + length] - until[:, starts])[is_whole]
-        spread = float(np.square(np.expm1(np.minimum(product, LARGEST))).mean())
-        measured = length * horizon_of(spread)
-        length *= 2
-    return measured if measured * TOGETHER < token_horizon else token_horizon
 
 
 def kish(log_weights: np.ndarray) -> float:
