@@ -41,16 +41,15 @@ from .token_arrays import COARSE, read_tokens
 
 FLOAT32_STEP = 2.0**-23  # distance of float32's numbers at 1; policies compute in float32 at best
 MANY_ZEROS = 0.05  # share of tokens
-COMMON_BITS = 4.0  # of mantissa; arithmetic in common use leaves more
-FEW_BITS = "note: no arithmetic in common use"  # how the note of COMMON_BITS begins
+COMMON_BITS = 4.0  # of mantissa; arithmetic of 16 bits leaves more, and FP8 mostly does
+LITTLE = 0.05  # log ratio, in nats; smaller ones hardly matter, whatever made them
+MOST_ERROR = 1.05  # of token_mult_prob_error; the tests of NeMo-RL ask for less
 LEAST_SHARE = 0.005  # of the squared gap, that is worth a percentage
 
 # What a kind of bug means, and what to do about it where that is sure. Otherwise what to look at.
 MEANING = {
-    "shift": "the learner's log-probabilities are off by one position. Look at how labels are "
-    "shifted against logits.",
-    "labels": "the learner's log-probabilities hardly follow the actor's. Look first at how labels "
-    "are shifted against logits, then at the prompt and the weights.",
+    "shift": "the learner's log-probabilities are those of other positions. Look at how labels are "
+    "shifted against logits, and at how the two arrays are aligned.",
     "truncation": "the actor samples from a part of the distribution (top-p, top-k or min-p), and "
     "its log-probabilities are those of that part. Turn it off, or ask the engine for "
     "log-probabilities before it.",
@@ -87,7 +86,6 @@ MEANING = {
 # it only the kinds that it does not explain.
 LEADING = {
     "shift": (),
-    "labels": (),
     "temperature": ("truncation",),
     "truncation": (),
     "stale": (),
@@ -102,7 +100,8 @@ class MismatchReport(NamedTuple):
 
     `str(report)` has it in words.
 
-    `verdict`               exact, rounding, bug or not judged
+    `verdict`               exact, rounding, bug or not judged; "rounding or bug" if there is no
+                            symptom, but the gap is that of very few bits
     `kind`                  kind of the bug, one of MEANING's; empty if there is none
     `causes`                kinds of bugs that may have made the gap, `kind` first
     `symptoms`              all symptoms that were measured, the strongest first
@@ -187,14 +186,17 @@ class MismatchReport(NamedTuple):
                 f"give at least {FEW_TOKENS}"
             ]
         if self.verdict == "rounding":
-            with_bits = f"arithmetic with about {max(self.bits, 0):.1f} bits of mantissa"
-            lines = [f"rounding: no symptom of a bug; {with_bits} makes such a gap"]
-            if any(note.startswith(FEW_BITS) for note in self.notes):
-                few = "rounding to few bits, or a bug without a symptom"
-                lines = [f"{few}: {with_bits} makes such a gap"]
+            lines = [f"rounding: no symptom of a bug; {self.words_on_bits()}"]
             if not self.has_advantages:
                 lines.append("  give advantages, too, to tell old weights from rounding")
             return lines
+        if self.verdict == "rounding or bug":
+            return [
+                f"rounding or bug: no symptom, but {self.words_on_bits()}",
+                "  4-bit weights, a cache of 2 bits and FP8 in many layers do this; so do old "
+                "weights, weights that were not sent, dropout and another rope_theta",
+                "  say what both programs compute in, as in --precision bf16, and give advantages",
+            ]
         lines = []
         for kind in self.causes:
             lines.append(f"{'also' if lines else 'bug'} ({kind}): {MEANING[kind]}")
@@ -202,6 +204,9 @@ class MismatchReport(NamedTuple):
         others = [x for x in self.symptoms if x.is_seen and x.kind not in self.causes]
         lines += [f"  {line_of(symptom)}" for symptom in others]
         return lines
+
+    def words_on_bits(self) -> str:
+        return f"arithmetic with about {max(self.bits, 0):.1f} bits of mantissa makes such a gap"
 
     def numbers(self) -> list[str]:
         """Lines with the numbers of the report."""
@@ -261,6 +266,7 @@ def mismatch(
     lengths=None,
     precision: str | None = None,
     tokens=None,
+    most_error: float = MOST_ERROR,
 ) -> MismatchReport:
     """Compares the learner's and the actor's log-probabilities of sampled tokens.
 
@@ -288,6 +294,7 @@ def mismatch(
                                   that this arithmetic cannot explain is a bug
     `tokens`                      the tokens' numbers in the vocabulary, in the same form; they show
                                   whether tokens that occur again differ from new ones
+    `most_error`                  token_mult_prob_error above which the report has an alarm
 
     `learner_logp` may also be a dict that holds the arrays under these names, or under those of
     TRL, verl, OpenRLHF or NeMo-RL, such as verl's `batch.batch`. What else it holds is left alone.
@@ -300,6 +307,8 @@ def mismatch(
     read = read_tokens(**arrays)
     if not (isinstance(clip, int | float) and 0 < clip < 1):
         raise ValueError(f"clip is {clip!r}: use a number above 0 and below 1, such as 0.2")
+    if not (isinstance(most_error, int | float) and most_error >= 1):
+        raise ValueError(f"most_error is {most_error!r}: use a number from 1 up, such as 1.05")
     if precision is not None and precision not in BITS_LEFT:
         raise ValueError(f"precision is {precision!r}: use one of {', '.join(BITS_LEFT)}")
     used = read.mask
@@ -309,8 +318,15 @@ def mismatch(
         used,
         step=max(read.learner.step, read.actor.step, FLOAT32_STEP),
     )
-    has_mask = "mask" in arrays
-    return report_on(gap, read.advantages, float(clip), has_mask, precision, read.numbers)
+    return report_on(
+        gap,
+        read.advantages,
+        read.numbers,
+        has_mask="mask" in arrays,
+        clip=float(clip),
+        precision=precision,
+        most_error=float(most_error),
+    )
 
 
 # The numbers of the report.
@@ -319,12 +335,14 @@ def mismatch(
 def report_on(
     gap: Gap,
     advantages: np.ndarray | None,
-    clip: float,
+    tokens: np.ndarray | None,
     has_mask: bool,
-    precision: str | None = None,
-    tokens: np.ndarray | None = None,
+    clip: float,
+    precision: str | None,
+    most_error: float,
 ) -> MismatchReport:
     """The report on checked arrays."""
+    probabilities = ProbabilityGap.of(gap.learner[gap.mask], gap.actor[gap.mask])
     log_ratio = gap.log_ratio[gap.mask]
     excess = gap.excess[gap.mask]  # ratio - 1
     spread = float(np.square(excess).mean())
@@ -336,9 +354,9 @@ def report_on(
     symptoms = symptoms_of(gap_without, advantages, precision, tokens)
     symptoms.sort(key=lambda symptom: -symptom.excess)
     verdict, causes = judge(gap_without, symptoms)
-    notes = notes_on(gap)
-    if verdict == "rounding" and not fillers and precision is None:
-        notes += note_on_bits(gap_without)
+    notes = [*alarms_on(probabilities, most_error), *notes_on(gap)]
+    if verdict == "rounding" and precision is None and has_few_bits(gap_without):
+        verdict = "rounding or bug"
     if not has_mask and (fillers or share_of_zeros(gap) > MANY_ZEROS):
         notes.append("note: there is no mask. Give a mask: padding and tool tokens out.")
     if fillers:
@@ -377,7 +395,7 @@ def report_on(
         clipped_above=above,
         clipped_below=below,
         clipped=dropped,
-        **ProbabilityGap.of(gap.learner[gap.mask], gap.actor[gap.mask])._asdict(),
+        **probabilities._asdict(),
         notes=tuple(notes),
     )
 
@@ -427,16 +445,21 @@ def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, list[str]]:
     return "bug", [kind for kind in VAGUE if kind in kinds][:1]
 
 
-def note_on_bits(gap: Gap) -> list[str]:
-    """A line if the gap is larger than arithmetic in common use makes it."""
-    bits = robust_bits(gap)
-    if bits >= COMMON_BITS:
+def alarms_on(probabilities: ProbabilityGap, most_error: float) -> list[str]:
+    """A line if token_mult_prob_error is above its limit."""
+    error = probabilities.token_mult_prob_error
+    if error <= most_error:
         return []
     return [
-        f"{FEW_BITS} leaves {max(bits, 0):.1f} bits of mantissa, unless a "
-        "program computes in 8 bits or fewer. Old weights, weights that were not sent and another "
-        "rope_theta look like this. Say what both programs compute in, as in --precision bf16."
+        f"alarm: token_mult_prob_error is {error:.3f}, above the limit of {most_error:g} "
+        "(--most-error; NeMo-RL's tests ask for less than 1.05)"
     ]
+
+
+def has_few_bits(gap: Gap) -> bool:
+    """Whether the gap is larger than arithmetic in common use makes it."""
+    size = np.abs(gap.log_ratio[gap.mask]).mean()
+    return bool(size > LITTLE) and robust_bits(gap) < COMMON_BITS
 
 
 def note_on_others(verdict: str, causes: list[str], gap: Gap) -> str:
@@ -448,6 +471,8 @@ def note_on_others(verdict: str, causes: list[str], gap: Gap) -> str:
         return f"{begin}, and they have a bug ({causes[0]}): {MEANING[causes[0]]}"
     if verdict == "rounding":
         return f"{begin}, and they look like rounding to {max(bits_of(gap), 0):.1f} bits"
+    if verdict == "rounding or bug":
+        return f"{begin}, with a gap as of {max(bits_of(gap), 0):.1f} bits: rounding or a bug"
     return f"{begin}: {verdict}"
 
 
