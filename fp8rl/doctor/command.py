@@ -259,6 +259,13 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
         help="what both programs compute in: fp32, tf32, fp16, bf16, int8, fp8, int4 or fp4; then "
         "a gap that this arithmetic cannot explain is a bug",
     )
+    dump.add_argument(
+        "--most-error",
+        type=float,
+        default=1.05,
+        metavar="LIMIT",
+        help="token_mult_prob_error above which there is an alarm (default: 1.05)",
+    )
     dump.add_argument("--json", type=Path, metavar="FILE", help="also write the report to a file")
     formats = []
     if arguments[:1] == ["compare"]:
@@ -612,7 +619,12 @@ def run_mismatch(options: argparse.Namespace, target: None) -> int:
 
     signal.signal(signal.SIGINT, on_interrupt)
     dump = read_dump(options.dump)
-    report = mismatch(**dump, clip=options.clip, precision=options.precision)
+    report = mismatch(
+        **dump,
+        clip=options.clip,
+        precision=options.precision,
+        most_error=options.most_error,
+    )
     text = report.to_json()
     lines = [str(report)]
     if options.like:

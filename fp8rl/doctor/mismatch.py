@@ -10,11 +10,8 @@ gap looks like rounding or like a bug.
 
 Tokens are sampled from mu, so all means here are means over mu. If mu can sample every token that
 pi can, the mean ratio is 1. So the spread of the ratios is taken about 1, and one token of mu is
-worth p = 1 / (1 + E[(ratio - 1)^2]) tokens of pi. Ratios of a sequence multiply, so one sequence of
-N tokens is worth about p^N sequences of pi. The horizon H = ln 0.9 / ln p is the length at which a
-sequence is worth 0.9. Where ratios go together along a sequence, for example because all of them
-are a little too low, sequences lose more than p^N says. Then the horizon is measured on products of
-the ratios of neighbouring tokens.
+worth p = 1 / (1 + E[(ratio - 1)^2]) tokens of pi. What that means for sequences says the horizon
+(mismatch_horizon.py).
 
 The estimators k1 and k3 of the divergence KL(mu || pi) are those of Schulman (2020), "Approximating
 KL divergence".
@@ -29,7 +26,8 @@ import numpy as np
 from .acting_look import amount
 from .dump_names import dict_as_arrays
 from .findings import without_nan
-from .mismatch_gap import FEW_TOKENS, LARGEST, Gap, Symptom
+from .mismatch_gap import FEW_TOKENS, Gap, Symptom
+from .mismatch_horizon import Horizon
 from .mismatch_places import FEW_SEQUENCES
 from .mismatch_symptoms import (
     BITS_LEFT,
@@ -38,23 +36,20 @@ from .mismatch_symptoms import (
     symptoms_of,
     without_fillers,
 )
-from .probability_gap import ProbabilityGap, horizon_of, lines_of
+from .probability_gap import ProbabilityGap, lines_of
 from .token_arrays import COARSE, read_tokens
 
 FLOAT32_STEP = 2.0**-23  # distance of float32's numbers at 1; policies compute in float32 at best
 MANY_ZEROS = 0.05  # share of tokens
-COMMON_BITS = 4.0  # of mantissa; arithmetic in common use leaves more
-TOGETHER = 1.5  # how much more products of ratios vary than those of independent tokens
-FEW_PRODUCTS = 32  # with fewer products of ratios, their spread is chance
-FEW_BITS = "note: no arithmetic in common use"  # how the note of COMMON_BITS begins
+COMMON_BITS = 4.0  # of mantissa; arithmetic of 16 bits leaves more, and FP8 mostly does
+LITTLE = 0.05  # log ratio, in nats; smaller ones hardly matter, whatever made them
+MOST_ERROR = 1.05  # of token_mult_prob_error; the tests of NeMo-RL ask for less
 LEAST_SHARE = 0.005  # of the squared gap, that is worth a percentage
 
 # What a kind of bug means, and what to do about it where that is sure. Otherwise what to look at.
 MEANING = {
-    "shift": "the learner's log-probabilities are off by one position. Look at how labels are "
-    "shifted against logits.",
-    "labels": "the learner's log-probabilities hardly follow the actor's. Look first at how labels "
-    "are shifted against logits, then at the prompt and the weights.",
+    "shift": "the learner's log-probabilities are those of other positions. Look at how labels are "
+    "shifted against logits, and at how the two arrays are aligned.",
     "truncation": "the actor samples from a part of the distribution (top-p, top-k or min-p), and "
     "its log-probabilities are those of that part. Turn it off, or ask the engine for "
     "log-probabilities before it.",
@@ -91,7 +86,6 @@ MEANING = {
 # it only the kinds that it does not explain.
 LEADING = {
     "shift": (),
-    "labels": (),
     "temperature": ("truncation",),
     "truncation": (),
     "stale": (),
@@ -106,7 +100,8 @@ class MismatchReport(NamedTuple):
 
     `str(report)` has it in words.
 
-    `verdict`               exact, rounding, bug or not judged
+    `verdict`               exact, rounding, bug or not judged; "rounding or bug" if there is no
+                            symptom, but the gap is that of very few bits
     `kind`                  kind of the bug, one of MEANING's; empty if there is none
     `causes`                kinds of bugs that may have made the gap, `kind` first
     `symptoms`              all symptoms that were measured, the strongest first
@@ -118,9 +113,9 @@ class MismatchReport(NamedTuple):
     `token_sample_size`     Kish's effective sample size of the tokens' ratios, as a share
     `sequence_sample_size`  the same for the ratios of whole sequences; NaN for a single sequence
     `p`                     sample size of a token, if the mean ratio is taken to be 1
-    `horizon`               H in tokens; infinite if all ratios are 1. Where ratios go together
-                            along a sequence, it is measured on products of ratios
-    `token_horizon`         H as it would be if tokens were independent
+    `horizon`, `horizon_low`, `horizon_high`, `token_horizon`, `horizon_without_farthest`
+                            H in tokens, its 95% interval, and what it would be of independent
+                            tokens, and without the farthest of them (mismatch_horizon.py)
     `horizons`              the mean length of sequences in horizons
     `kl_k1`, `kl_k3`        two estimates of KL(mu || pi) per token, in nats
     `mean_ratio`            mean of the tokens' ratios
@@ -135,7 +130,7 @@ class MismatchReport(NamedTuple):
                             without advantages, share of all tokens
     `clipped`               share of all tokens that PPO's clip drops; NaN without advantages
     `token_mult_prob_error`, `probs_diff_mean`, `probs_diff_max`, `probs_correlation`,
-    `logp_diff_mean`, `logp_diff_max`, `horizon_without_farthest`
+    `logp_diff_mean`, `logp_diff_max`
                             the numbers that RL stacks log (probability_gap.py)
     `notes`                 lines that say what limits the numbers
     """
@@ -153,7 +148,10 @@ class MismatchReport(NamedTuple):
     sequence_sample_size: float
     p: float
     horizon: float
+    horizon_low: float
+    horizon_high: float
     token_horizon: float
+    horizon_without_farthest: float
     horizons: float
     kl_k1: float
     kl_k3: float
@@ -172,7 +170,6 @@ class MismatchReport(NamedTuple):
     probs_correlation: float
     logp_diff_mean: float
     logp_diff_max: float
-    horizon_without_farthest: float
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -189,14 +186,17 @@ class MismatchReport(NamedTuple):
                 f"give at least {FEW_TOKENS}"
             ]
         if self.verdict == "rounding":
-            with_bits = f"arithmetic with about {max(self.bits, 0):.1f} bits of mantissa"
-            lines = [f"rounding: no symptom of a bug; {with_bits} makes such a gap"]
-            if any(note.startswith(FEW_BITS) for note in self.notes):
-                few = "rounding to few bits, or a bug without a symptom"
-                lines = [f"{few}: {with_bits} makes such a gap"]
+            lines = [f"rounding: no symptom of a bug; {self.words_on_bits()}"]
             if not self.has_advantages:
                 lines.append("  give advantages, too, to tell old weights from rounding")
             return lines
+        if self.verdict == "rounding or bug":
+            return [
+                f"rounding or bug: no symptom, but {self.words_on_bits()}",
+                "  4-bit weights, a cache of 2 bits and FP8 in many layers do this; so do old "
+                "weights, weights that were not sent, dropout and another rope_theta",
+                "  say what both programs compute in, as in --precision bf16, and give advantages",
+            ]
         lines = []
         for kind in self.causes:
             lines.append(f"{'also' if lines else 'bug'} ({kind}): {MEANING[kind]}")
@@ -205,11 +205,13 @@ class MismatchReport(NamedTuple):
         lines += [f"  {line_of(symptom)}" for symptom in others]
         return lines
 
+    def words_on_bits(self) -> str:
+        return f"arithmetic with about {max(self.bits, 0):.1f} bits of mantissa makes such a gap"
+
     def numbers(self) -> list[str]:
         """Lines with the numbers of the report."""
         lines = [
-            f"horizon: {amount(self.horizon)} tokens, after which the weights of sequences have "
-            "lost a tenth of their sample size" + self.words_on_tokens(),
+            *self.measured_horizon.lines(),
             f"lengths: sequences of {self.mean_length:,.1f} tokens are {amount(self.horizons)} "
             "horizons long",
             f"effective sample size: {self.token_sample_size:.4f} of the tokens, "
@@ -229,14 +231,17 @@ class MismatchReport(NamedTuple):
                 f"clip: {self.clipped_above:.2%} of the tokens are above {high:g}, "
                 f"{self.clipped_below:.2%} below {low:g}"
             )
-        beside, *others = lines_of(self)
-        return [lines[0], beside, *lines[1:], *others]
+        return lines + lines_of(self)
 
-    def words_on_tokens(self) -> str:
-        """What the horizon would be of independent tokens, if it differs."""
-        if self.horizon == self.token_horizon:
-            return ""
-        return f" (independent tokens: {amount(self.token_horizon)}; here ratios go together)"
+    @property
+    def measured_horizon(self) -> Horizon:
+        return Horizon(
+            self.horizon,
+            self.horizon_low,
+            self.horizon_high,
+            self.token_horizon,
+            self.horizon_without_farthest,
+        )
 
     def to_json(self) -> str:
         """The report as a JSON object of all fields. NaN and infinity become null."""
@@ -261,6 +266,7 @@ def mismatch(
     lengths=None,
     precision: str | None = None,
     tokens=None,
+    most_error: float = MOST_ERROR,
 ) -> MismatchReport:
     """Compares the learner's and the actor's log-probabilities of sampled tokens.
 
@@ -288,6 +294,7 @@ def mismatch(
                                   that this arithmetic cannot explain is a bug
     `tokens`                      the tokens' numbers in the vocabulary, in the same form; they show
                                   whether tokens that occur again differ from new ones
+    `most_error`                  token_mult_prob_error above which the report has an alarm
 
     `learner_logp` may also be a dict that holds the arrays under these names, or under those of
     TRL, verl, OpenRLHF or NeMo-RL, such as verl's `batch.batch`. What else it holds is left alone.
@@ -300,6 +307,8 @@ def mismatch(
     read = read_tokens(**arrays)
     if not (isinstance(clip, int | float) and 0 < clip < 1):
         raise ValueError(f"clip is {clip!r}: use a number above 0 and below 1, such as 0.2")
+    if not (isinstance(most_error, int | float) and most_error >= 1):
+        raise ValueError(f"most_error is {most_error!r}: use a number from 1 up, such as 1.05")
     if precision is not None and precision not in BITS_LEFT:
         raise ValueError(f"precision is {precision!r}: use one of {', '.join(BITS_LEFT)}")
     used = read.mask
@@ -309,8 +318,15 @@ def mismatch(
         used,
         step=max(read.learner.step, read.actor.step, FLOAT32_STEP),
     )
-    has_mask = "mask" in arrays
-    return report_on(gap, read.advantages, float(clip), has_mask, precision, read.numbers)
+    return report_on(
+        gap,
+        read.advantages,
+        read.numbers,
+        has_mask="mask" in arrays,
+        clip=float(clip),
+        precision=precision,
+        most_error=float(most_error),
+    )
 
 
 # The numbers of the report.
@@ -319,17 +335,18 @@ def mismatch(
 def report_on(
     gap: Gap,
     advantages: np.ndarray | None,
-    clip: float,
+    tokens: np.ndarray | None,
     has_mask: bool,
-    precision: str | None = None,
-    tokens: np.ndarray | None = None,
+    clip: float,
+    precision: str | None,
+    most_error: float,
 ) -> MismatchReport:
     """The report on checked arrays."""
+    probabilities = ProbabilityGap.of(gap.learner[gap.mask], gap.actor[gap.mask])
     log_ratio = gap.log_ratio[gap.mask]
     excess = gap.excess[gap.mask]  # ratio - 1
     spread = float(np.square(excess).mean())
-    token_horizon = horizon_of(spread)
-    horizon = measured_horizon(gap, token_horizon)
+    horizon = Horizon.of(gap)
     is_used = gap.mask.any(1)
     by_sequence = gap.log_ratio.sum(1)[is_used]
     lengths = gap.mask.sum(1)[is_used]
@@ -337,9 +354,9 @@ def report_on(
     symptoms = symptoms_of(gap_without, advantages, precision, tokens)
     symptoms.sort(key=lambda symptom: -symptom.excess)
     verdict, causes = judge(gap_without, symptoms)
-    notes = notes_on(gap)
-    if verdict == "rounding" and not fillers and precision is None:
-        notes += note_on_bits(gap_without)
+    notes = [*alarms_on(probabilities, most_error), *notes_on(gap)]
+    if verdict == "rounding" and precision is None and has_few_bits(gap_without):
+        verdict = "rounding or bug"
     if not has_mask and (fillers or share_of_zeros(gap) > MANY_ZEROS):
         notes.append("note: there is no mask. Give a mask: padding and tool tokens out.")
     if fillers:
@@ -361,9 +378,12 @@ def report_on(
         token_sample_size=kish(log_ratio),
         sequence_sample_size=kish(by_sequence) if gap.sequences > 1 else math.nan,
         p=1 / (1 + spread),
-        horizon=horizon,
-        token_horizon=token_horizon,
-        horizons=float(lengths.mean()) / horizon,
+        horizon=horizon.tokens,
+        horizon_low=horizon.low,
+        horizon_high=horizon.high,
+        token_horizon=horizon.of_tokens,
+        horizon_without_farthest=horizon.without_farthest,
+        horizons=float(lengths.mean()) / horizon.tokens,
         kl_k1=float(-log_ratio.mean()),
         kl_k3=float((excess - log_ratio).mean()),
         mean_ratio=1 + float(excess.mean()),
@@ -375,32 +395,9 @@ def report_on(
         clipped_above=above,
         clipped_below=below,
         clipped=dropped,
-        **ProbabilityGap.of(gap.learner[gap.mask], gap.actor[gap.mask], excess)._asdict(),
+        **probabilities._asdict(),
         notes=tuple(notes),
     )
-
-
-def measured_horizon(gap: Gap, token_horizon: float) -> float:
-    """The horizon in tokens, from products of 2, 4, 8 and more ratios of neighbouring tokens.
-
-    It is that of the products that are about a horizon long, or of the longest of which there are
-    enough. If the products vary about as those of independent tokens, it is `token_horizon`.
-    """
-    gap = gap.left_aligned()
-    until = np.pad(np.cumsum(gap.log_ratio, axis=1), ((0, 0), (1, 0)))
-    lengths = gap.mask.sum(1)
-    measured = token_horizon
-    length = 2
-    while length <= lengths.max() and length <= 2 * measured:
-        starts = np.arange(0, gap.mask.shape[1] - length + 1, length)
-        is_whole = starts + length <= lengths[:, None]  # the sequence has all of these tokens
-        if is_whole.sum() < FEW_PRODUCTS:
-            break
-        product = (until[:, starts + length] - until[:, starts])[is_whole]
-        spread = float(np.square(np.expm1(np.minimum(product, LARGEST))).mean())
-        measured = length * horizon_of(spread)
-        length *= 2
-    return measured if measured * TOGETHER < token_horizon else token_horizon
 
 
 def kish(log_weights: np.ndarray) -> float:
@@ -448,16 +445,21 @@ def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, list[str]]:
     return "bug", [kind for kind in VAGUE if kind in kinds][:1]
 
 
-def note_on_bits(gap: Gap) -> list[str]:
-    """A line if the gap is larger than arithmetic in common use makes it."""
-    bits = robust_bits(gap)
-    if bits >= COMMON_BITS:
+def alarms_on(probabilities: ProbabilityGap, most_error: float) -> list[str]:
+    """A line if token_mult_prob_error is above its limit."""
+    error = probabilities.token_mult_prob_error
+    if error <= most_error:
         return []
     return [
-        f"{FEW_BITS} leaves {max(bits, 0):.1f} bits of mantissa, unless a "
-        "program computes in 8 bits or fewer. Old weights, weights that were not sent and another "
-        "rope_theta look like this. Say what both programs compute in, as in --precision bf16."
+        f"alarm: token_mult_prob_error is {error:.3f}, above the limit of {most_error:g} "
+        "(--most-error; NeMo-RL's tests ask for less than 1.05)"
     ]
+
+
+def has_few_bits(gap: Gap) -> bool:
+    """Whether the gap is larger than arithmetic in common use makes it."""
+    size = np.abs(gap.log_ratio[gap.mask]).mean()
+    return bool(size > LITTLE) and robust_bits(gap) < COMMON_BITS
 
 
 def note_on_others(verdict: str, causes: list[str], gap: Gap) -> str:
@@ -469,6 +471,8 @@ def note_on_others(verdict: str, causes: list[str], gap: Gap) -> str:
         return f"{begin}, and they have a bug ({causes[0]}): {MEANING[causes[0]]}"
     if verdict == "rounding":
         return f"{begin}, and they look like rounding to {max(bits_of(gap), 0):.1f} bits"
+    if verdict == "rounding or bug":
+        return f"{begin}, with a gap as of {max(bits_of(gap), 0):.1f} bits: rounding or a bug"
     return f"{begin}: {verdict}"
 
 

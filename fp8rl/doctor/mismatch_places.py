@@ -6,8 +6,9 @@ together along a sequence. So the limit of a symptom comes from the dump itself.
 measured again on permutations of the dump that destroy what it looks for and keep the rest:
 
 - Do sequences differ? Pieces of sequences are exchanged at random between sequences.
-- Do positions differ? Each sequence is rotated by a random number of tokens. Tokens that are
-  neighbours stay neighbours.
+- Do positions differ? They are counted from the first token that counts, and from the beginning of
+  the row. Each sequence is rotated by a random number of tokens. Tokens that are neighbours stay
+  neighbours.
 
 A symptom is seen if it exceeds its mean over permutations by CHANCE standard deviations. A maximum
 over positions is thus compared with the maximum over positions of each permutation. In large dumps
@@ -48,6 +49,7 @@ LEAST = {
     "at first": 0.5,
     "as a whole": 0.4,
     "one position": 0.85,
+    "one column": 0.85,
     "early": 0.4,
     "last": 0.7,
     "trend": 0.6,
@@ -77,15 +79,19 @@ class Sizes(NamedTuple):
         return cls(typical, np.where(gap.mask, scores, 0.0))
 
 
-def place_symptoms(gap: Gap, tokens: np.ndarray | None) -> list[Symptom]:
-    """All symptoms of this file. `gap` is left-aligned, and so are the `tokens`' numbers."""
+def place_symptoms(gap: Gap, tokens: np.ndarray | None, columns: np.ndarray) -> list[Symptom]:
+    """All symptoms of this file.
+
+    `gap` is left-aligned, and so are the `tokens`' numbers and the `columns` in which the tokens
+    are in the rows of the dump, [S, T].
+    """
     sizes = Sizes.of(gap)
     symptoms = [heavy_tail(gap, sizes)]
     if gap.sequences < FEW_SEQUENCES:
         return symptoms
     draw = np.random.default_rng(0)
     symptoms.append(some_sequences(gap, sizes.scores, draw))
-    symptoms += PositionMeans.of(gap, sizes.scores).symptoms(draw)
+    symptoms += PositionMeans.of(gap, sizes.scores, columns).symptoms(draw)
     if tokens is not None:
         symptoms.append(seen_before(gap, sizes, tokens))
     return symptoms
@@ -188,22 +194,33 @@ class PositionMeans(NamedTuple):
     `scores`   [S, T], without the mean of each sequence
     `lengths`  the number of tokens of each sequence, [S]
     `enough`   the number of positions that FEW_SEQUENCES sequences have
+    `columns`  the columns of the tokens that count, in the rows of the dump, [tokens]; None if all
+               sequences begin in the same column
     """
 
     gap: Gap
     scores: np.ndarray
     lengths: np.ndarray
     enough: int
+    columns: np.ndarray | None
 
     @classmethod
-    def of(cls, gap: Gap, scores: np.ndarray) -> "PositionMeans":
+    def of(cls, gap: Gap, scores: np.ndarray, columns: np.ndarray) -> "PositionMeans":
         used = gap.mask.any(1)
         gap = Gap(gap.learner[used], gap.actor[used], gap.mask[used], gap.step)
         scores = scores[used]
         lengths = gap.mask.sum(1)
         centred = scores - scores.sum(1, keepdims=True) / lengths[:, None]
         scores = np.where(gap.mask, centred, 0.0).astype(np.float32)
-        return cls(gap, scores, lengths, int((gap.mask.sum(0) >= FEW_SEQUENCES).sum()))
+        columns = columns[used]
+        begins_alike = (columns[:, 0] == columns[0, 0]).all()
+        return cls(
+            gap,
+            scores,
+            lengths,
+            enough=int((gap.mask.sum(0) >= FEW_SEQUENCES).sum()),
+            columns=None if begins_alike else columns[gap.mask],
+        )
 
     def symptoms(self, draw: np.random.Generator) -> list[Symptom]:
         """The symptoms of positions, each with its limit from rotated sequences."""
@@ -214,7 +231,9 @@ class PositionMeans(NamedTuple):
         for name in observed:
             values = np.array([measured[name] for measured in permuted])
             limits[name] = limit_of(values, LEAST[name])
-        functions = (self.one_position, self.early, self.last, self.trend)
+        functions = [self.one_position, self.early, self.last, self.trend]
+        if self.columns is not None:
+            functions.append(self.one_column)
         return [function(observed, limits) for function in functions]
 
     def rotated(self, draw: np.random.Generator) -> np.ndarray:
@@ -231,6 +250,13 @@ class PositionMeans(NamedTuple):
         count = self.gap.mask[:, : self.enough].sum(0)
         return scores[:, : self.enough].sum(0, dtype=np.float64) / count
 
+    def means_of_columns(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The columns of the rows that enough sequences have, and the mean in each."""
+        counts = np.bincount(self.columns)
+        sums = np.bincount(self.columns, scores[self.gap.mask])
+        enough = np.flatnonzero(counts >= FEW_SEQUENCES)
+        return enough, sums[enough] / counts[enough]
+
     def median(self, positions: slice) -> float:
         """The median over sequences at these positions: a few sequences do not change it."""
         scores = self.scores[:, positions][self.gap.mask[:, positions]]
@@ -241,12 +267,16 @@ class PositionMeans(NamedTuple):
         means = self.means(scores)
         rises = rises_of(means)
         early = means[:2].mean() - np.median(means) if self.enough >= 3 * FIRST else 0.0
-        return {
+        measured = {
             "one position": float(rises.max(initial=0.0)),
             "early": float(early),
             "last": self.last_over_others(scores),
             "trend": self.last_third_over_first(scores),
         }
+        if self.columns is not None:
+            _, means = self.means_of_columns(scores)
+            measured["one column"] = float(rises_of(means).max(initial=0.0))
+        return measured
 
     def last_over_others(self, scores: np.ndarray) -> float:
         """Scores of the last token of each sequence, less those of the tokens before it."""
@@ -283,6 +313,24 @@ class PositionMeans(NamedTuple):
             says=f"from token {position} on, log ratios are {np.exp(value):.1f} times as large as "
             "before",
             share=share_at(self.gap, np.arange(self.gap.mask.shape[1])[None] >= position),
+        )
+
+    def one_column(self, observed: dict, limits: dict) -> Symptom:
+        """The same of columns, which count from the beginning of the row, prompts included."""
+        columns, means = self.means_of_columns(self.scores)
+        rises = rises_of(means)
+        column = int(columns[rises.argmax() + 2]) if len(rises) else 0
+        value = observed["one column"]
+        of_tokens = np.full(self.gap.mask.shape, -1)
+        of_tokens[self.gap.mask] = self.columns
+        return Symptom(
+            name="a column",
+            kind="template",
+            value=value,
+            limit=limits["one column"],
+            says=f"from column {column} of the rows on, prompts included, log ratios are "
+            f"{np.exp(value):.1f} times as large as before",
+            share=share_at(self.gap, of_tokens >= column),
         )
 
     def early(self, observed: dict, limits: dict) -> Symptom:

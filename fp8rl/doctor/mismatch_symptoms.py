@@ -28,6 +28,7 @@ from .mismatch_places import FEW_SEQUENCES, place_symptoms
 
 BINS = 10  # number of bins of log-probability, in each of which the mean is taken (`learned`)
 SMALL = 0.1  # log ratio, in nats, below which policies are alike (`unrelated`)
+STEEP = 0.05  # slope of a line in log-probability, as of a temperature of 0.95
 CLOSE = 0.9  # correlation of log-probabilities that remains when only the temperature differs
 OFFSETS = (1, -1, 2, -2)  # positions by which a log-probability may be misplaced
 # A learner that scores the wrong labels has such a correlation at most, and finds the sampled
@@ -101,12 +102,16 @@ def symptoms_of(
         advantages = left_aligned(advantages, gap.mask)
     if tokens is not None:
         tokens = left_aligned(tokens, gap.mask)
+    columns = np.broadcast_to(np.arange(gap.mask.shape[1]), gap.mask.shape)
+    columns = left_aligned(columns, gap.mask)
     gap = gap.left_aligned()
-    symptoms = [misplaced(gap), mislabelled(gap), truncated(gap), tempered(gap)]
-    symptoms += [unrelated(gap), coarse(gap), impossible(gap)]
+    below = truncated(gap)
+    above = impossible(gap)
+    symptoms = [misplaced(gap), mislabelled(gap), below, above, tempered(gap, below, above)]
+    symptoms += [unrelated(gap), coarse(gap)]
     if precision is not None:
         symptoms.append(too_few_bits(gap, precision))
-    symptoms += place_symptoms(gap, tokens)
+    symptoms += place_symptoms(gap, tokens, columns)
     if advantages is not None and gap.sequences >= FEW_SEQUENCES:
         symptoms.append(learned(gap, advantages))
     return symptoms
@@ -153,7 +158,7 @@ def mislabelled(gap: Gap) -> Symptom:
         f"log-probabilities hardly follow the actor's (correlation {common:.2f})"
     )
     value = less_likely if common < WRONG_LABELS else 0.0
-    return Symptom("log-probabilities of other labels", "labels", value, LESS_LIKELY, says, 1.0)
+    return Symptom("log-probabilities of other labels", "shift", value, LESS_LIKELY, says, 1.0)
 
 
 def truncated(gap: Gap) -> Symptom:
@@ -184,12 +189,16 @@ def truncated(gap: Gap) -> Symptom:
     return Symptom("mean ratio below 1", "truncation", value, LIMITS["truncated"], says, share)
 
 
-def tempered(gap: Gap) -> Symptom:
+def tempered(gap: Gap, below: Symptom, above: Symptom) -> Symptom:
     """Are the log ratios a straight line in the actor's log-probability?
 
     Noise makes such a line, too. The actor samples tokens whose log-probability its own errors
     raised, and the learner has lower ones there. The correlation is then about the noise's size
-    over the spread of log-probabilities.
+    over the spread of log-probabilities, and negative.
+
+    `below` and `above` say whether the mean ratio differs from 1, which noise does not do. Then a
+    weaker line is enough. Truncation alone makes no line that falls. A mean ratio above 1 with a
+    line that rises is that of a learner that is sharper than the policy that sampled.
     """
     log_ratio = gap.log_ratio[gap.mask]
     actor = gap.actor[gap.mask]
@@ -202,10 +211,12 @@ def tempered(gap: Gap) -> Symptom:
     # Unrelated log-probabilities have such a line, too. A temperature leaves them closely related.
     is_close = correlation(actor, gap.learner[gap.mask]) > CLOSE
     value = abs(along) if is_close else 0.0
+    limit = LIMITS["tempered"]
+    if (below.is_seen and slope < -STEEP) or (above.is_seen and slope > STEEP):
+        value = abs(along)
+        limit = LIMITS["tempered, too"]
     share = along**2 * log_ratio.var() / np.square(log_ratio).mean()
-    return Symptom(
-        "line in log-probability", "temperature", value, LIMITS["tempered"], says, float(share)
-    )
+    return Symptom("line in log-probability", "temperature", value, limit, says, float(share))
 
 
 def unrelated(gap: Gap) -> Symptom:
@@ -347,6 +358,7 @@ LIMITS = {
     "misplaced": 2.0,
     "truncated": 0.1,
     "tempered": 0.66,
+    "tempered, too": 0.25,  # where the mean ratio is not 1
     "unrelated": 0.12,
     "learned": 0.15,  # three in a hundred
     "fillers": FEW - 1.0,  # tokens
