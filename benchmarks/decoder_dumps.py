@@ -34,6 +34,7 @@ from fp8rl.cli.throughput import origin
 from fp8rl.doctor.mismatch import MismatchReport
 
 SOUND = "sound"
+UNDECIDED = "rounding or bug"
 SIXTEEN_BITS = "bf16", "fp16"
 UNEVEN = 0.5  # sample size of sequences below which a bug that is not seen does harm
 OF_NEMO = 1.05  # limit of token_mult_prob_error
@@ -126,38 +127,53 @@ def verdict_of(report: MismatchReport) -> str:
 
 
 class Rule(NamedTuple):
-    """What calls a dump a bug.
+    """What judges dumps.
 
-    `is_bug` and `is_right` take a dump that was judged: is it called a bug, and is a right kind
-    named first? `is_right` is None if a rule names no kind.
+    `verdict`   takes a dump that was judged, and returns "bug", "rounding" or UNDECIDED
+    `is_right`  does it name a right kind of bug first? None if a rule names no kind
     """
 
     name: str
-    is_bug: Callable[[Judged], bool]
+    verdict: Callable[[Judged], str]
     is_right: Callable[[Judged], bool] | None = None
+
+    def count(self, dumps: list[Judged], verdict: str) -> str:
+        return f"{sum(self.verdict(x) == verdict for x in dumps)} of {len(dumps)}"
+
+
+def above(name: str, limit: float, number: Callable[[Judged], float], words: str = "") -> Rule:
+    """The rule that a number above a limit is a bug."""
+    return Rule(
+        f"{name} above {limit:.3g}{words}",
+        lambda x: "bug" if number(x) > limit else "rounding",
+    )
+
+
+def k3_of(x: Judged) -> float:
+    return x.report.kl_k3
+
+
+def rms_of(x: Judged) -> float:
+    return x.rms
 
 
 def rules(dumps: list[Judged]) -> list[Rule]:
-    k3 = best_limit(dumps, lambda x: x.report.kl_k3)
-    rms = best_limit(dumps, lambda x: x.rms)
     return [
-        Rule(
-            "the report",
-            lambda x: x.report.verdict == "bug",
-            lambda x: x.is_right(x.report),
-        ),
+        Rule("the report", lambda x: x.report.verdict, lambda x: x.is_right(x.report)),
         Rule(
             "the report with a precision",
-            lambda x: x.claimed_report.verdict == "bug",
+            lambda x: x.claimed_report.verdict,
             lambda x: x.is_right(x.claimed_report),
         ),
-        Rule(f"k3 above {k3:.2g}", lambda x: x.report.kl_k3 > k3),
-        Rule(f"root mean square above {rms:.2g}", lambda x: x.rms > rms),
-        Rule(
-            f"token_mult_prob_error above {OF_NEMO} (NeMo-RL)",
-            lambda x: x.report.token_mult_prob_error > OF_NEMO,
+        above("k3", best_limit(dumps, k3_of), k3_of),
+        above("root mean square", best_limit(dumps, rms_of), rms_of),
+        above(
+            "token_mult_prob_error",
+            OF_NEMO,
+            lambda x: x.report.token_mult_prob_error,
+            " (NeMo-RL)",
         ),
-        Rule("always rounding", lambda x: False),
+        Rule("always rounding", lambda x: "rounding"),
     ]
 
 
@@ -180,30 +196,31 @@ def summary(dumps: list[Judged]) -> str:
     """A line for each rule."""
     bugs = [x for x in dumps if x.kinds]
     sound = [x for x in dumps if not x.kinds]
-    in_16_bits = [x for x in sound if x.is_16_bit]
+    uneven = [x for x in bugs if x.report.sequence_sample_size < UNEVEN]
     rows = []
     for rule in rules(dumps):
-        missed = [x for x in bugs if not rule.is_bug(x)]
-        named = "-"
-        if rule.is_right:
-            named = f"{sum(map(rule.is_right, bugs))} of {len(bugs)}"
+        is_report = rule.is_right is not None
         rows.append(
             [
                 rule.name,
-                f"{len(bugs) - len(missed)} of {len(bugs)}",
-                named,
-                f"{sum(map(rule.is_bug, sound))} of {len(sound)}",
-                f"{sum(map(rule.is_bug, in_16_bits))} of {len(in_16_bits)}",
-                sum(x.report.sequence_sample_size < UNEVEN for x in missed),
+                rule.count(bugs, "bug"),
+                f"{sum(map(rule.is_right, bugs))} of {len(bugs)}" if is_report else "-",
+                rule.count(bugs, UNDECIDED) if is_report else "-",
+                rule.count(sound, "bug"),
+                rule.count(sound, UNDECIDED) if is_report else "-",
+                rule.count([x for x in sound if x.is_16_bit], "bug"),
+                rule.count(uneven, "rounding"),
             ]
         )
     head = (
         "rule",
         "bugs called a bug",
-        "with a right kind first",
+        "a right kind first",
+        f'bugs, "{UNDECIDED}"',
         "sound, called a bug",
-        "of these both in bf16 or fp16",
-        f"missed with a sample size below {UNEVEN}",
+        f'sound, "{UNDECIDED}"',
+        "sound and 16 bits in both, called a bug",
+        f"bugs with a sample size below {UNEVEN}, called rounding",
     )
     return table_of(head, rows)
 

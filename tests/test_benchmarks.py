@@ -330,8 +330,8 @@ def three_dumps_of_a_decoder(module, out: Path) -> None:
     saved_dump(folder / "dumps/2.npz", bug)
     module.main(["judge", str(folder), str(out / "decoder_dumps.md")])
     short = (out / "decoder_dumps_short.md").read_text()
-    assert "| the report | 1 of 1 | 1 of 1 | 0 of 2 | 0 of 2 | 0 |" in short
-    assert "| always rounding | 0 of 1 | - | 0 of 2 | 0 of 2 |" in short
+    assert "| the report | 1 of 1 | 1 of 1 | 0 of 1 | 0 of 2 | 0 of 2 | 0 of 2 | 0 of 0 |" in short
+    assert "| always rounding | 0 of 1 | - | - | 0 of 2 | - | 0 of 2 |" in short
     text = (out / "decoder_dumps.md").read_text()
     assert "| 2 | temperature | yes | bug: temperature | bug: temperature |" in text
 
