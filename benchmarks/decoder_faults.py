@@ -33,7 +33,6 @@ OF_PROMPT = "beginning", "template", "other", "precision"
 OF_WEIGHTS = "other", "precision"
 OF_OLD_WEIGHTS = "stale", "other", "precision"
 OF_LEARNED_TOKENS = "stale", "mean ratio", "other", "precision"
-OF_LABELS = "shift", "labels"
 
 
 class Lead(NamedTuple):
@@ -420,10 +419,10 @@ BUGS = [
     Recipe("end appended, 0 there", ("last token", "filler"), change_dump=appended_end),
     Recipe("padding attended by the learner", ("padding", "beginning"), change_inputs=without_mask),
     sampled("padding attended by the actor", ("padding", "beginning"), masks_padding=False),
-    Recipe("logits a position too early", OF_LABELS, scoring={"offset": -1}),
-    Recipe("logits a position too late", OF_LABELS, scoring={"offset": 1}),
+    Recipe("logits a position too early", ("shift",), scoring={"offset": -1}),
+    Recipe("logits a position too late", ("shift",), scoring={"offset": 1}),
     Recipe("rolled by a token", ("shift",), change_dump=roll_tokens),
-    Recipe("rolled by a sequence", ("labels", "other"), change_dump=roll_sequences),
+    Recipe("rolled by a sequence", ("shift", "other"), change_dump=roll_sequences),
     Recipe("first token twice", OF_PROMPT, change_prompts=begin_twice),
     Recipe("first token missing", OF_PROMPT, change_prompts=begin_missing),
     Recipe("prompt's last token missing", OF_PROMPT, change_prompts=last_missing),
@@ -448,7 +447,7 @@ BUGS = [
     Recipe("a head's scores times 1.5", OF_WEIGHTS, change_learner=head_scaled),
     Recipe("a layer not sent", OF_WEIGHTS, change_actor=old_layer(2)),
     Recipe("the head not sent", OF_WEIGHTS, change_actor=old_head),
-    Recipe("the head tied to the embedding", ("labels", *OF_WEIGHTS), change_actor=tied_head),
+    Recipe("the head tied to the embedding", OF_WEIGHTS, change_actor=tied_head),
     Recipe("an adapter not merged", OF_WEIGHTS, change_actor=without_adapter),
     Recipe(
         "64 padded rows in the vocabulary",

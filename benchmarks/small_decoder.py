@@ -112,12 +112,10 @@ def train(folder: Path, seed: int, seconds: float) -> None:
     Windows of the text begin at the beginning of a document. After most of the time the weights
     are saved as older ones, too.
     """
-    from tokenizers import Tokenizer
-
     torch.manual_seed(seed)
     texts = list(dict.fromkeys(documents()))
     random.Random(seed).shuffle(texts)
-    tokenizer: Tokenizer = trained_tokenizer(texts[HELD_OUT:])
+    tokenizer = trained_tokenizer(texts[HELD_OUT:])
     encoded = [[BEGIN, *x.ids, END] for x in tokenizer.encode_batch(texts)]
     learned = encoded[HELD_OUT:]
     stream = torch.tensor([token for document in learned for token in document])
