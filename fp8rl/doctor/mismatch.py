@@ -359,7 +359,12 @@ def report_on(
         verdict = "rounding or bug"
     if not has_mask and (fillers or share_of_zeros(gap) > MANY_ZEROS):
         notes.append("note: there is no mask. Give a mask: padding and tool tokens out.")
-    if fillers:
+    if fillers and fillers.share == 0:
+        # Both programs have the same constants there, so they make no gap, but hide one.
+        notes.insert(0, f"note: {fillers.says}")
+        if not gap_without.mask.any():
+            notes.append(note_on_others(verdict, causes, gap_without))
+    elif fillers:
         notes.append(note_on_others(verdict, causes, gap_without))
         verdict = "bug"
         causes = [fillers.kind]
