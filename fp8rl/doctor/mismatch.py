@@ -91,6 +91,8 @@ LEADING = {
     "stale": (),
     "repetition": ("beginning", "last token"),
 }
+OF_PLACES = ("padding", "template", "beginning", "last token", "trend")
+MUCH_STRONGER = 2.0  # times as far above its limit
 # These say that something is wrong, the other kinds say what.
 VAGUE = ("mean ratio", "heavy tail", "precision", "other")
 
@@ -443,6 +445,8 @@ def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, list[str]]:
         if leading in kinds:
             return "bug", [leading, *(kind for kind in beside if kind in kinds)]
     named = [kind for kind in kinds if kind not in VAGUE]
+    if is_mostly_a_tail(symptoms):
+        named.insert(0, "heavy tail")
     if len(named) > 1 and "trend" in named:
         named.remove("trend")  # a larger gap at some positions is a trend, too
     if named:
@@ -459,6 +463,16 @@ def alarms_on(probabilities: ProbabilityGap, most_error: float) -> list[str]:
         f"alarm: token_mult_prob_error is {error:.3f}, above the limit of {most_error:g} "
         "(--most-error; NeMo-RL's tests ask for less than 1.05)"
     ]
+
+
+def is_mostly_a_tail(symptoms: list[Symptom]) -> bool:
+    """Whether a heavy tail, here and there, is by far the strongest symptom of place.
+
+    Then the few tokens make sequences or positions differ by chance, too.
+    """
+    tails = [symptom.excess for symptom in symptoms if symptom.kind == "heavy tail"]
+    others = [symptom.excess for symptom in symptoms if symptom.kind in OF_PLACES]
+    return max(tails, default=0.0) > max(1.0, MUCH_STRONGER * max(others, default=0.0))
 
 
 def has_few_bits(gap: Gap) -> bool:

@@ -33,7 +33,7 @@ CLOSE = 0.9  # correlation of log-probabilities that remains when only the tempe
 OFFSETS = (1, -1, 2, -2)  # positions by which a log-probability may be misplaced
 # A learner that scores the wrong labels has such a correlation at most, and finds the sampled
 # tokens less likely by so many nats, on average.
-WRONG_LABELS = 0.6
+WRONG_LABELS = 0.25
 LESS_LIKELY = 2.0
 # If weights and activations are rounded to b bits of mantissa, rms(d) / std(actor_logp) is about
 # SIZE * 2^-b.
