@@ -58,8 +58,8 @@ MEANING = {
     "learner does not divide its logits by the actor's temperature.",
     "repetition": "tokens that a sequence had before differ from new ones. Look at the engine's "
     "repetition, presence and frequency penalties.",
-    "padding": "some sequences are read in another context. Look at left padding, position ids, "
-    "the attention mask and cached prefixes.",
+    "padding": "some sequences differ more than others, as if they were read in another context. "
+    "Look at left padding, position ids, the attention mask and cached prefixes.",
     "template": "all sequences differ from one position on. Look at the chat template, at tokens "
     "that are added or left out there, and at a cache that has fewer bits from there on.",
     "beginning": "all sequences differ most at their beginning. Look at the prompt, the first "
@@ -225,12 +225,13 @@ class MismatchReport(NamedTuple):
         high, low = 1 + self.clip, 1 - self.clip
         if self.has_advantages:
             lines.append(
-                f"clip: drops {self.clipped:.2%} of the tokens: {self.clipped_above:.2%} of those "
-                f"with positive advantage, {self.clipped_below:.2%} with negative"
+                f"clip of pi / mu: would drop {self.clipped:.2%} of the tokens: "
+                f"{self.clipped_above:.2%} of those with positive advantage, "
+                f"{self.clipped_below:.2%} with negative"
             )
         else:
             lines.append(
-                f"clip: {self.clipped_above:.2%} of the tokens are above {high:g}, "
+                f"clip of pi / mu: {self.clipped_above:.2%} of the tokens are above {high:g}, "
                 f"{self.clipped_below:.2%} below {low:g}"
             )
         return lines + lines_of(self)

@@ -43,6 +43,7 @@ NEARLY_ALL = 0.8  # of the squared gap of a heavy tail
 MATTERS = 0.2  # nats, which a heavy tail has at least: beyond that PPO clips
 NEGLIGIBLE = 1e-4  # nats; smaller log ratios, such as float32 makes, are all alike
 CAP = 3.0  # of log ratios over their typical size, where tokens seen before are compared
+SHOWN = 5  # sequences that are named
 STANDS_OUT = 0.7  # log of 2, by which the size in a sequence exceeds the median
 
 # Differences of sizes (see above) that rounding may make in dumps of any length.
@@ -138,10 +139,12 @@ def some_sequences(gap: Gap, scores: np.ndarray, draw: np.random.Generator) -> S
     median = np.median(mean[is_sequence])
     stands_out = is_sequence & (mean > median + STANDS_OUT)
     times = np.exp(np.quantile(mean[is_sequence], 0.95) - median)
+    worst = np.argsort(-np.where(is_sequence, mean, -np.inf), kind="stable")[:SHOWN]
     says = (
         "sequences differ: for its log-probabilities, a log ratio is "
         f"{times:.1f} times as large in the worst twentieth as in the median"
-        f"{', in the first tokens' if at_first else ''}"
+        f"{', in the first tokens' if at_first else ''} (the largest are those of sequences "
+        f"{', '.join(str(i) for i in worst)})"
     )
     return Symptom(
         name="sequences that differ",
