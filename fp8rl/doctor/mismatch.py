@@ -37,6 +37,7 @@ from .mismatch_symptoms import (
     without_fillers,
 )
 from .probability_gap import ProbabilityGap, lines_of
+from .stack_rules import beyond_caps, caps_line
 from .token_arrays import COARSE, read_tokens
 
 FLOAT32_STEP = 2.0**-23  # distance of float32's numbers at 1; policies compute in float32 at best
@@ -134,6 +135,8 @@ class MismatchReport(NamedTuple):
     `token_mult_prob_error`, `probs_diff_mean`, `probs_diff_max`, `probs_correlation`,
     `logp_diff_mean`, `logp_diff_max`
                             the numbers that RL stacks log (probability_gap.py)
+    `beyond_caps`           by stack, the share of tokens or sequences beyond the bounds of its
+                            correction (stack_rules.py)
     `notes`                 lines that say what limits the numbers
     """
 
@@ -172,6 +175,7 @@ class MismatchReport(NamedTuple):
     probs_correlation: float
     logp_diff_mean: float
     logp_diff_max: float
+    beyond_caps: dict[str, float]
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -234,7 +238,7 @@ class MismatchReport(NamedTuple):
                 f"clip of pi / mu: {self.clipped_above:.2%} of the tokens are above {high:g}, "
                 f"{self.clipped_below:.2%} below {low:g}"
             )
-        return lines + lines_of(self)
+        return [*lines, *lines_of(self), caps_line(self.beyond_caps)]
 
     @property
     def measured_horizon(self) -> Horizon:
@@ -404,6 +408,7 @@ def report_on(
         clipped_below=below,
         clipped=dropped,
         **probabilities._asdict(),
+        beyond_caps=beyond_caps(gap.log_ratio, gap.mask),
         notes=tuple(notes),
     )
 
