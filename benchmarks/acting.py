@@ -432,37 +432,58 @@ MARKERS = {
     "attention": ("D", "attention, 1 to 5 bits, and fp8"),
 }
 EXAMPLE = ("attention", 32, "fp8")  # whose losses README.md names
+WORST_REPAIRED = ("two updates", 128, "e8m1")  # where token TIS loses the most
+NAMED_POINTS = {  # text, its position in horizons, and how far above the point it stands
+    EXAMPLE: ("attention, FP8, 32 tokens", 1.5e-3, 0.1),
+    WORST_REPAIRED: ("two updates a rollout", 0.2, 0.27),
+}
+PANELS = {
+    "clip": "PPO's clip by π/μ",
+    "none": "no correction",
+    "token_weights": "token TIS: truncated weights π/μ",
+}
 
 
 def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
-    """Losses over T / H: with the clip, without a correction, and with truncated weights."""
+    """Losses over T / H: with the clip, without a correction, and with truncated weights.
+
+    A point is hollow if its experiment was not run with truncated weights.
+    """
     fig, axes = plt.subplots(1, 3, figsize=(11.5, 4), sharey=True, layout="constrained")
-    titles = {
-        "clip": "PPO's clip by pi / mu: not this",
-        "none": "no correction",
-        "token_weights": "truncated weights of tokens: this",
-    }
-    for ax, (correction, title) in zip(axes, titles.items(), strict=True):
+    for ax, (correction, title) in zip(axes, PANELS.items(), strict=True):
         for (name, (marker, label)), style in zip(MARKERS.items(), figures.STYLES, strict=False):
             points = [
-                (key[1] / horizon_of[key[:3]], cell.loss)
+                (key[1] / horizon_of[key[:3]], cell.loss, (*key[:3], "token_weights") in cells)
                 for key, cell in cells.items()
                 if key[0] == name and key[3] == correction and key[2] != "fp32"
             ]
             if not points:
                 continue
-            over, loss = np.array(sorted(points)).T
-            ax.plot(over, loss, marker, color=style["color"], label=label, alpha=0.8)
+            over, loss, in_all_panels = np.array(sorted(points)).T
+            color = style["color"]
+            for is_full, fill in ((1, color), (0, "none")):
+                chosen = in_all_panels == is_full
+                ax.plot(
+                    over[chosen],
+                    loss[chosen],
+                    marker,
+                    color=color,
+                    markerfacecolor=fill,
+                    label=label if is_full else None,
+                    alpha=0.8,
+                )
             if name == "first":
                 grid = np.geomspace(over.min(), over.max(), 200)
                 curve = Curve(list(over), list(loss))
-                ax.plot(grid, [curve(x) for x in grid], color=style["color"], linewidth=1)
-        if cell := cells.get((*EXAMPLE, correction)):
-            network, length, form = EXAMPLE
+                ax.plot(grid, [curve(x) for x in grid], color=color, linewidth=1)
+        for place, (text, x, rise) in NAMED_POINTS.items():
+            cell = cells.get((*place, correction))
+            if not cell or (correction, place) == ("clip", WORST_REPAIRED):
+                continue
             ax.annotate(
-                f"{network}, {form},\n{length} tokens: {cell.loss:.2f}",
-                (length / horizon_of[EXAMPLE], cell.loss),
-                (2e-3, cell.loss + 0.1),
+                f"{text}:\n{cell.loss:.2f} [{two_places(cell.low)}, {two_places(cell.high)}]",
+                (place[1] / horizon_of[place], cell.loss),
+                (x, cell.loss + rise),
                 fontsize=8,
                 arrowprops={"arrowstyle": "-", "color": "#888888"},
             )
@@ -470,9 +491,45 @@ def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
         ax.set(xscale="log", xlim=(1e-3, 1e3), title=title)
         ax.set_xlabel("length of a sequence, in horizons")
         ax.xaxis.set_major_formatter("{x:g}")
-    axes[0].set_ylabel("share of the success that is lost")
+    axes[0].set_ylabel("share of right sequences that is lost")
+    axes[1].text(
+        0.03, 0.95, "hollow: not run\nwith token TIS", va="top", transform=axes[1].transAxes
+    )
     axes[2].legend(fontsize=8, loc="upper left")
-    fig.suptitle("The clip by the acting policy does harm long before few bits do")
+    fig.suptitle("The clip by the rollout policy does harm long before few bits do")
+    fig.savefig(out, dpi=110)
+    plt.close(fig)
+
+
+HALVES = {
+    "none": ("no clip", "#000000"),
+    "clip_positive": ("clip only where A > 0", "#56B4E9"),
+    "clip_negative": ("clip only where A < 0", "#E69F00"),
+    "clip": ("both halves: PPO's clip", "#D55E00"),
+}
+HALVES_FORMAT = "e8m1"
+
+
+def draw_halves(cells: dict[Key, Cell], out: Path) -> None:
+    """What each half of PPO's clip by pi / mu loses alone, in the first experiment."""
+    lengths = sorted(
+        key[1] for key in cells if key[0] == "first" and key[2:] == (HALVES_FORMAT, "clip_negative")
+    )
+    fig, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    width = 0.2
+    for i, (correction, (label, color)) in enumerate(HALVES.items()):
+        own = [cells["first", length, HALVES_FORMAT, correction] for length in lengths]
+        x = np.arange(len(lengths)) + (i - 1.5) * width
+        loss = np.array([cell.loss for cell in own])
+        interval = [loss - [cell.low for cell in own], [cell.high for cell in own] - loss]
+        ax.bar(x, loss, 0.9 * width, color=color, label=label)
+        ax.errorbar(x, loss, np.clip(interval, 0, None), fmt="none", ecolor="#444444", capsize=2)
+    ax.axhline(0, color="#888888", linewidth=0.8)
+    ax.set_xticks(range(len(lengths)), [f"{length} tokens" for length in lengths])
+    ax.set_xlabel("length of a sequence; the rollout policy μ has one bit of mantissa")
+    ax.set_ylabel("share of right sequences lost")
+    ax.legend(loc="upper left", frameon=False)
+    ax.set_title("PPO's clip by π/μ does harm where the advantage A is negative")
     fig.savefig(out, dpi=110)
     plt.close(fig)
 
@@ -498,6 +555,7 @@ def table(out: Path) -> None:
     out.write_text(whole)
     out.with_stem(f"{out.stem}_short").write_text(short(whole))
     draw(cells, horizon_of, out.with_suffix(".png"))
+    draw_halves(cells, out.with_stem(f"{out.stem}_halves").with_suffix(".png"))
 
 
 SHORT = {"first": "recurrent", "other formats": "recurrent", "attention": "attention"}

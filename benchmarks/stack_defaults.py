@@ -240,6 +240,13 @@ def read_verl(releases: dict[str, Release]) -> Answers:
         "apply_bypass_mode",
         "batch.batch['old_log_probs'] = batch.batch['rollout_log_probs']",
     )
+    # Where docs/stack_defaults.md saves a dump
+    verl.holds(
+        "verl/utils/debug/metrics.py",
+        "calculate_debug_metrics",
+        "rollout_old_log_probs = data.batch['rollout_log_probs']",
+        "actor_old_log_probs = data.batch['old_log_probs']",
+    )
     clip_by_old = "negative_approx_kl = log_prob - old_log_prob"
     verl.holds(losses, "compute_policy_loss_vanilla", clip_by_old)
     bypass = "loss_type = rollout_corr_config.get('loss_type', 'ppo_clip')"
@@ -314,6 +321,11 @@ def read_openrlhf(releases: dict[str, Release]) -> Answers:
         "RemoteExperienceMaker.make_experience",
         "samples.action_log_probs = action_log_probs",
     )
+    openrlhf.holds(  # where docs/stack_defaults.md saves a dump
+        "openrlhf/trainer/ppo_utils/experience_maker.py",
+        "RemoteExperienceMaker.make_experience_batch",
+        "experiences = self.compute_advantages_and_returns(experiences)",
+    )
     is_on = "args.algo.advantage.is_correction_level != 'off'"
     openrlhf.holds(
         "openrlhf/trainer/ppo_utils/samples_generator.py",
@@ -386,6 +398,8 @@ def read_areal(releases: dict[str, Release]) -> Answers:
         "not self.config.use_decoupled_loss and self.config.recompute_logprob",
         "old_logp = torch.roll(data['logprobs'], shifts=-1, dims=-1)",
         "data['prox_logp'] = old_logp",
+        "data['logprobs'] = old_logp",  # shifted, as docs/stack_defaults.md saves it
+        "data['loss_mask'] = loss_mask",
     )
     areal.holds(
         functional,

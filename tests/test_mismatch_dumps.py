@@ -444,7 +444,7 @@ def test_numbers_of_policies_that_are_equal_or_do_not_vary_have_no_warning():
     assert same.token_mult_prob_error == 1 and same.horizon_without_farthest == np.inf
     assert np.isnan(even.probs_correlation)
     report = mismatch([[-1.0]], [[-1.5]], lengths=[1])
-    assert np.isnan(report.horizon_without_farthest) and "nan tokens" in str(report)
+    assert np.isnan(report.horizon_without_farthest) and "from 1: nan" in str(report)
 
 
 def test_the_numbers_of_tokens_are_taken_by_the_names_of_stacks(tmp_path):

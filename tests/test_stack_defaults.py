@@ -45,6 +45,6 @@ def test_the_callback_for_grpo_trainer(monkeypatch, tmp_path):
     trainer = TrainerOfTwoSteps()
     exec(code, {"trainer": trainer, "__name__": "page"})
     trainer.train()
-    dump = read_dump(tmp_path / "dump.npz")
+    dump = read_dump(tmp_path / "dump.pt")
     report = mismatch(**dump)
     assert report.sequences == 48

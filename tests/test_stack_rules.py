@@ -15,7 +15,7 @@ from helpers import refused
 
 from fp8rl.doctor import command as doctor
 from fp8rl.doctor.mismatch import mismatch
-from fp8rl.doctor.stack_rules import RULES, like, weigh
+from fp8rl.doctor.stack_rules import RULES, beyond_caps, caps_line, like, weigh
 
 RATIO = np.array([[4.0, 0.6, 1.0], [2.0, 2.0, 2.0], [0.4, 0.4, 1.0]])
 MASK = np.array([[1, 1, 1], [1, 1, 1], [1, 1, 0]], bool)
@@ -178,3 +178,19 @@ def test_the_command_offers_every_stack(capsys):
     with pytest.raises(SystemExit):
         doctor.main(["mismatch", "--help"])
     assert "{" + ",".join(RULES) + "}" in capsys.readouterr().out
+
+
+def test_the_share_beyond_each_cap_is_that_of_the_stacks_own_rule():
+    """TRL and verl by hand; the others as `like` has them."""
+    draw = np.random.default_rng(0)
+    mask = np.arange(20) < draw.integers(5, 21, size=(40, 1))
+    log_ratio = np.where(mask, 0.6 * draw.normal(size=mask.shape), 0.0)
+    shares = beyond_caps(log_ratio, mask)
+    ratio = np.exp(log_ratio)
+    assert shares["verl"] == pytest.approx((ratio[mask] > 2).mean())
+    assert shares["trl"] == pytest.approx((np.exp(log_ratio.sum(1)) > 3).mean())
+    is_outside = (ratio < 0.5) | (ratio > 5)
+    assert shares["openrlhf"] == shares["nemo-rl"] == pytest.approx(is_outside[mask].mean())
+    assert shares["areal"] == pytest.approx((ratio[mask] > 5).mean())
+    line = caps_line(shares)
+    assert "trl " in line and "of the sequences (above 3)" in line and "outside 0.5 to 5" in line

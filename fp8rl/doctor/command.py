@@ -634,7 +634,10 @@ def run_mismatch(options: argparse.Namespace, target: None) -> int:
         lines.append(str(stack_report))
     if options.json:
         ReportFile(options.json).write(text)
-    print("\n".join(lines))
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # the reader has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -36,6 +36,7 @@ MASKS = (
     ("response_mask",),
     ("action_mask",),
     ("token_mask", "sample_mask"),
+    ("token_loss_mask", "sample_loss_mask"),  # so NeMo-RL calls them in the files that it writes
 )
 OURS = (LEARNER, ACTOR, "mask", "advantages", "lengths", TOKENS)
 # What a name has in it that may be one of these, misspelt.
@@ -47,8 +48,8 @@ LONGEST_NAME = 40
 TEXTS = {
     ("prompt", "completion"): "these are texts, as TRL's log_completions writes them: save the "
     "trainer's inputs, which have log-probabilities",
-    ("input", "output"): "these are texts, as verl's rollout_data_dir has them: save the batch, as "
-    "in torch.save(dict(batch.batch.items()), 'dump.pt')",
+    ("input", "output"): "these are texts, as verl's rollout_data_dir has them: save the tensors "
+    "of the batch with torch.save",
 }
 
 

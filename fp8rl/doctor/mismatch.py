@@ -37,6 +37,7 @@ from .mismatch_symptoms import (
     without_fillers,
 )
 from .probability_gap import ProbabilityGap, lines_of
+from .stack_rules import beyond_caps, caps_line
 from .token_arrays import COARSE, read_tokens
 
 FLOAT32_STEP = 2.0**-23  # distance of float32's numbers at 1; policies compute in float32 at best
@@ -58,8 +59,8 @@ MEANING = {
     "learner does not divide its logits by the actor's temperature.",
     "repetition": "tokens that a sequence had before differ from new ones. Look at the engine's "
     "repetition, presence and frequency penalties.",
-    "padding": "some sequences are read in another context. Look at left padding, position ids, "
-    "the attention mask and cached prefixes.",
+    "padding": "some sequences differ more than others, as if they were read in another context. "
+    "Look at left padding, position ids, the attention mask and cached prefixes.",
     "template": "all sequences differ from one position on. Look at the chat template, at tokens "
     "that are added or left out there, and at a cache that has fewer bits from there on.",
     "beginning": "all sequences differ most at their beginning. Look at the prompt, the first "
@@ -91,6 +92,8 @@ LEADING = {
     "stale": (),
     "repetition": ("beginning", "last token"),
 }
+OF_PLACES = ("padding", "template", "beginning", "last token", "trend")
+MUCH_STRONGER = 2.0  # times as far above its limit
 # These say that something is wrong, the other kinds say what.
 VAGUE = ("mean ratio", "heavy tail", "precision", "other")
 
@@ -132,6 +135,8 @@ class MismatchReport(NamedTuple):
     `token_mult_prob_error`, `probs_diff_mean`, `probs_diff_max`, `probs_correlation`,
     `logp_diff_mean`, `logp_diff_max`
                             the numbers that RL stacks log (probability_gap.py)
+    `beyond_caps`           by stack, the share of tokens or sequences beyond the bounds of its
+                            correction (stack_rules.py)
     `notes`                 lines that say what limits the numbers
     """
 
@@ -170,6 +175,7 @@ class MismatchReport(NamedTuple):
     probs_correlation: float
     logp_diff_mean: float
     logp_diff_max: float
+    beyond_caps: dict[str, float]
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -223,15 +229,16 @@ class MismatchReport(NamedTuple):
         high, low = 1 + self.clip, 1 - self.clip
         if self.has_advantages:
             lines.append(
-                f"clip: drops {self.clipped:.2%} of the tokens: {self.clipped_above:.2%} of those "
-                f"with positive advantage, {self.clipped_below:.2%} with negative"
+                f"clip of pi / mu: would drop {self.clipped:.2%} of the tokens: "
+                f"{self.clipped_above:.2%} of those with positive advantage, "
+                f"{self.clipped_below:.2%} with negative"
             )
         else:
             lines.append(
-                f"clip: {self.clipped_above:.2%} of the tokens are above {high:g}, "
+                f"clip of pi / mu: {self.clipped_above:.2%} of the tokens are above {high:g}, "
                 f"{self.clipped_below:.2%} below {low:g}"
             )
-        return lines + lines_of(self)
+        return [*lines, *lines_of(self), caps_line(self.beyond_caps)]
 
     @property
     def measured_horizon(self) -> Horizon:
@@ -359,7 +366,12 @@ def report_on(
         verdict = "rounding or bug"
     if not has_mask and (fillers or share_of_zeros(gap) > MANY_ZEROS):
         notes.append("note: there is no mask. Give a mask: padding and tool tokens out.")
-    if fillers:
+    if fillers and fillers.share == 0:
+        # Both programs have the same constants there, so they make no gap, but hide one.
+        notes.insert(0, f"note: {fillers.says}")
+        if not gap_without.mask.any():
+            notes.append(note_on_others(verdict, causes, gap_without))
+    elif fillers:
         notes.append(note_on_others(verdict, causes, gap_without))
         verdict = "bug"
         causes = [fillers.kind]
@@ -396,6 +408,7 @@ def report_on(
         clipped_below=below,
         clipped=dropped,
         **probabilities._asdict(),
+        beyond_caps=beyond_caps(gap.log_ratio, gap.mask),
         notes=tuple(notes),
     )
 
@@ -438,6 +451,8 @@ def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, list[str]]:
         if leading in kinds:
             return "bug", [leading, *(kind for kind in beside if kind in kinds)]
     named = [kind for kind in kinds if kind not in VAGUE]
+    if is_mostly_a_tail(symptoms):
+        named.insert(0, "heavy tail")
     if len(named) > 1 and "trend" in named:
         named.remove("trend")  # a larger gap at some positions is a trend, too
     if named:
@@ -454,6 +469,16 @@ def alarms_on(probabilities: ProbabilityGap, most_error: float) -> list[str]:
         f"alarm: token_mult_prob_error is {error:.3f}, above the limit of {most_error:g} "
         "(--most-error; NeMo-RL's tests ask for less than 1.05)"
     ]
+
+
+def is_mostly_a_tail(symptoms: list[Symptom]) -> bool:
+    """Whether a heavy tail, here and there, is by far the strongest symptom of place.
+
+    Then the few tokens make sequences or positions differ by chance, too.
+    """
+    tails = [symptom.excess for symptom in symptoms if symptom.kind == "heavy tail"]
+    others = [symptom.excess for symptom in symptoms if symptom.kind in OF_PLACES]
+    return max(tails, default=0.0) > max(1.0, MUCH_STRONGER * max(others, default=0.0))
 
 
 def has_few_bits(gap: Gap) -> bool:

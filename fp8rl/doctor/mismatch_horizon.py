@@ -72,15 +72,13 @@ class Horizon(NamedTuple):
             interval = f" (95% interval {amount(self.low)} to {amount(self.high)})"
         together = ""
         if self.tokens != self.of_tokens:
-            together = (
-                f"; {amount(self.of_tokens)} if tokens were independent, but here ratios go "
-                "together along a sequence"
-            )
+            together = "; here ratios go together along a sequence"
         return [
             f"horizon: {amount(self.tokens)} tokens{interval}, after which the weights of "
-            f"sequences have an effective sample size of {KEPT:g}{together}",
-            f"horizon without the {FARTHEST:.2%} of the tokens whose ratios are farthest from 1: "
-            f"{amount(self.without_farthest)} tokens",
+            f"sequences have an effective sample size of {KEPT:g}",
+            f"  if tokens were independent: {amount(self.of_tokens)}, and without the "
+            f"{FARTHEST:.2%} of them whose ratios are farthest from 1: "
+            f"{amount(self.without_farthest)}{together}",
         ]
 
 

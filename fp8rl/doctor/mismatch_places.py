@@ -39,18 +39,21 @@ AFTER = 2  # positions from a position on, which are compared with
 BEFORE = 4  # positions before it
 FEW_TO_THIRD = 12  # tokens of a sequence of which a trend is measured
 LARGE = 5.0  # how much larger than typical a log ratio is that belongs to a heavy tail
+NEARLY_ALL = 0.8  # of the squared gap of a heavy tail
 MATTERS = 0.2  # nats, which a heavy tail has at least: beyond that PPO clips
 NEGLIGIBLE = 1e-4  # nats; smaller log ratios, such as float32 makes, are all alike
 CAP = 3.0  # of log ratios over their typical size, where tokens seen before are compared
+SHOWN = 5  # sequences that are named
 STANDS_OUT = 0.7  # log of 2, by which the size in a sequence exceeds the median
 
 # Differences of sizes (see above) that rounding may make in dumps of any length.
 LEAST = {
-    "at first": 0.5,
+    "at first": 0.4,
     "as a whole": 0.4,
     "one position": 0.85,
     "one column": 0.85,
     "early": 0.4,
+    "first": 0.5,
     "last": 0.7,
     "trend": 0.6,
     "heavy tail": 5.0,  # root mean square over typical size
@@ -136,10 +139,12 @@ def some_sequences(gap: Gap, scores: np.ndarray, draw: np.random.Generator) -> S
     median = np.median(mean[is_sequence])
     stands_out = is_sequence & (mean > median + STANDS_OUT)
     times = np.exp(np.quantile(mean[is_sequence], 0.95) - median)
+    worst = np.argsort(-np.where(is_sequence, mean, -np.inf), kind="stable")[:SHOWN]
     says = (
         "sequences differ: for its log-probabilities, a log ratio is "
         f"{times:.1f} times as large in the worst twentieth as in the median"
-        f"{', in the first tokens' if at_first else ''}"
+        f"{', in the first tokens' if at_first else ''} (the largest are those of sequences "
+        f"{', '.join(str(i) for i in worst)})"
     )
     return Symptom(
         name="sequences that differ",
@@ -231,7 +236,7 @@ class PositionMeans(NamedTuple):
         for name in observed:
             values = np.array([measured[name] for measured in permuted])
             limits[name] = limit_of(values, LEAST[name])
-        functions = [self.one_position, self.early, self.last, self.trend]
+        functions = [self.one_position, self.early, self.first, self.last, self.trend]
         if self.columns is not None:
             functions.append(self.one_column)
         return [function(observed, limits) for function in functions]
@@ -270,6 +275,7 @@ class PositionMeans(NamedTuple):
         measured = {
             "one position": float(rises.max(initial=0.0)),
             "early": float(early),
+            "first": float(means[0] - np.median(means)) if self.enough >= 3 * FIRST else 0.0,
             "last": self.last_over_others(scores),
             "trend": self.last_third_over_first(scores),
         }
@@ -348,6 +354,19 @@ class PositionMeans(NamedTuple):
             share=share_at(self.gap, np.arange(self.gap.mask.shape[1])[None] < max(end, 2)),
         )
 
+    def first(self, observed: dict, limits: dict) -> Symptom:
+        """Are log ratios largest at the first token alone?"""
+        value = min(observed["first"], self.median(slice(0, 1)) - self.median(slice(1, None)))
+        is_first = np.arange(self.gap.mask.shape[1])[None] == 0
+        return Symptom(
+            name="the first token",
+            kind="beginning",
+            value=value,
+            limit=limits["first"],
+            says=f"log ratios are {np.exp(value):.1f} times as large at the first token as later",
+            share=share_at(self.gap, np.broadcast_to(is_first, self.gap.mask.shape)),
+        )
+
     def last(self, observed: dict, limits: dict) -> Symptom:
         """Are log ratios largest at the last token of each sequence?"""
         value = observed["last"]
@@ -398,7 +417,8 @@ def heavy_tail(gap: Gap, sizes: Sizes) -> Symptom:
     Normal noise has a root mean square of 1.5 typical sizes, and Student's t with 3 degrees of
     freedom has 2.2. No permutation is needed: where the tokens are does not matter. Where logits
     are rounded to 16 bits, most log ratios may be 0 and a few are one step. Such steps do not
-    matter.
+    matter. If nearly all of these tokens are the first or the last of their sequences, that is
+    named.
     """
     size = np.abs(gap.log_ratio)
     typical = sizes.typical
@@ -409,13 +429,22 @@ def heavy_tail(gap: Gap, sizes: Sizes) -> Symptom:
     share = of_large / max(total, TINY**2)
     if of_large < MATTERS**2 * is_large.sum():
         value = 0.0
+    place = np.arange(gap.mask.shape[1])[None]
+    last = gap.mask.sum(1)[:, None] - 1
+    kind, where = "heavy tail", "here and there"
+    for name, words, is_there in (
+        ("beginning", "at the first token of sequences", place == 0),
+        ("last token", "at the last token of sequences", place == last),
+    ):
+        if np.square(size[is_large & is_there]).sum() > NEARLY_ALL * of_large:
+            kind, where = name, words
     return Symptom(
         name="a heavy tail",
-        kind="heavy tail",
+        kind=kind,
         value=float(value),
         limit=LEAST["heavy tail"],
         says=f"{is_large.sum() / gap.mask.sum():.1%} of the tokens have {share:.0%} of the squared "
-        "gap, here and there",
+        f"gap, {where}",
         share=float(share),
     )
 

@@ -33,7 +33,7 @@ CLOSE = 0.9  # correlation of log-probabilities that remains when only the tempe
 OFFSETS = (1, -1, 2, -2)  # positions by which a log-probability may be misplaced
 # A learner that scores the wrong labels has such a correlation at most, and finds the sampled
 # tokens less likely by so many nats, on average.
-WRONG_LABELS = 0.6
+WRONG_LABELS = 0.25
 LESS_LIKELY = 2.0
 # If weights and activations are rounded to b bits of mantissa, rms(d) / std(actor_logp) is about
 # SIZE * 2^-b.
@@ -204,9 +204,11 @@ def tempered(gap: Gap, below: Symptom, above: Symptom) -> Symptom:
     actor = gap.actor[gap.mask]
     along = correlation(actor, log_ratio)
     slope = along * log_ratio.std() / max(actor.std(), TINY)
+    of_learner, of_engine = ("below", "above") if slope < 0 else ("above", "below")
     says = (
         f"where the actor's log-probability changes by 1, the learner's changes by {1 + slope:.2f} "
-        f"(correlation of the log ratio {along:.2f})"
+        f"(correlation of the log ratio {along:.2f}): at a temperature {of_learner} 1 the learner "
+        f"does not divide, at one {of_engine} 1 the engine returns raw log-probabilities"
     )
     # Unrelated log-probabilities have such a line, too. A temperature leaves them closely related.
     is_close = correlation(actor, gap.learner[gap.mask]) > CLOSE

@@ -210,6 +210,44 @@ def like(
     return StackReport(name, version, tuple(outcome_of(rule, tokens) for rule in rules))
 
 
+def beyond_caps(log_ratio: np.ndarray, mask: np.ndarray) -> dict[str, float]:
+    """By stack, the share of the tokens or sequences that its correction drops or truncates.
+
+    `log_ratio` is [S, T], and 0 where `mask` is False. A stack's correction is the first of its
+    rules that has bounds, as it is with the stack's own numbers.
+    """
+    shares = {}
+    for name in RULES:
+        rule = capped_rule(name)
+        _, is_dropped, is_truncated = weigh(rule, log_ratio, mask, None)
+        is_beyond = is_dropped | is_truncated
+        if rule.gate == TOKEN:
+            share = is_beyond[mask].mean()
+        else:
+            share = is_beyond.any(1)[mask.any(1)].mean()
+        shares[name] = float(share)
+    return shares
+
+
+def capped_rule(name: str) -> Rule:
+    """The first rule of a stack that drops or truncates."""
+    return next(rule for rule in RULES[name].rules if rule.action in (DROP, TRUNCATE))
+
+
+def caps_line(shares: dict[str, float]) -> str:
+    """What `beyond_caps` found, in a line."""
+    texts = []
+    for name, share in shares.items():
+        rule = capped_rule(name)
+        unit = "tokens" if rule.gate == TOKEN else "sequences"
+        if rule.lower > 0:
+            bounds = f"outside {rule.lower:g} to {rule.upper:g}"
+        else:
+            bounds = f"above {rule.upper:g}"
+        texts.append(f"{name} {share:.2%} of the {unit} ({bounds})")
+    return f"beyond the caps of stacks: {', '.join(texts)}"
+
+
 def outcome_of(rule: Rule, tokens: Tokens) -> Outcome:
     """What a rule does to the tokens of a dump."""
     mask = tokens.mask

@@ -14,10 +14,7 @@ from .dump_memory import check_memory
 from .dump_names import KNOWN, find_names, listed, take_arrays
 from .dump_records import Records
 
-SAVE_TENSORS = (
-    "save a dict of tensors, as in torch.save(dict(batch.batch.items()), 'dump.pt') for verl's "
-    "batch"
-)
+SAVE_TENSORS = "save a dict of tensors by torch.save, with the names that your stack gives them"
 DEEPEST = 3  # lists within lists
 BEGINNING = 2**16  # bytes of a pickle in which the name of its object is looked for
 
