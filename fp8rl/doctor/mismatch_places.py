@@ -230,12 +230,14 @@ class PositionMeans(NamedTuple):
     def symptoms(self, draw: np.random.Generator) -> list[Symptom]:
         """The symptoms of positions, each with its limit from rotated sequences."""
         observed = self.measure(self.scores)
-        tokens = int(self.lengths.sum())
-        permuted = [self.measure(self.rotated(draw)) for _ in range(permutations_of(tokens))]
-        limits = {}
-        for name in observed:
-            values = np.array([measured[name] for measured in permuted])
-            limits[name] = limit_of(values, LEAST[name])
+        limits = {name: LEAST[name] for name in observed}
+        if any(observed[name] > LEAST[name] for name in observed):
+            # Otherwise no symptom is seen, whatever the permutations are.
+            tokens = int(self.lengths.sum())
+            permuted = [self.measure(self.rotated(draw)) for _ in range(permutations_of(tokens))]
+            for name in observed:
+                values = np.array([measured[name] for measured in permuted])
+                limits[name] = limit_of(values, LEAST[name])
         functions = [self.one_position, self.early, self.first, self.last, self.trend]
         if self.columns is not None:
             functions.append(self.one_column)
