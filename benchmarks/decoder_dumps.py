@@ -12,6 +12,10 @@ is planted (decoder_faults.py).
 `train` and `make` need other packages (small_decoder.py), `judge` does not. `make` leaves the dumps
 alone that are there. Seeds below 1000 are for choosing limits, and those from 1000 for the table.
 
+The report is judged three times: without more, with the precision that both programs claim, and
+with the bits of a sound dump. The third is what a user can do who saves a dump when the weights are
+surely the same.
+
 Beside the report stand simple rules, which call a dump a bug if one number exceeds one limit: k3,
 the root mean square of log ratios, or token_mult_prob_error, above 1.05 of which NeMo-RL warns. The
 limits of the first two are the best ones for the dumps of the table, which is more than a rule can
@@ -37,6 +41,7 @@ SOUND = "sound"
 UNDECIDED = "rounding or bug"
 SIXTEEN_BITS = "bf16", "fp16"
 UNEVEN = 0.5  # sample size of sequences below which a bug that is not seen does harm
+MARGIN = 1.0  # bits by which a dump may fall below a sound one of the same programs
 OF_NEMO = 1.05  # limit of token_mult_prob_error
 ARRAYS = "learner_logp", "actor_logp", "mask", "tokens", "advantages"
 
@@ -47,7 +52,9 @@ class Judged(NamedTuple):
     `kinds`           the kinds of bug of which one should be named; empty if the dump is sound
     `is_16_bit`       whether both programs compute in the same format with 16 bits
     `report`          the report without a claimed precision
+    `claimed`         the precision that both programs claim, or empty
     `claimed_report`  the report with it, or the same where nothing is claimed
+    `measured_report` the report with the bits of a sound dump that claims the same, less MARGIN
     `rms`             the root mean square of the log ratios
     """
 
@@ -55,16 +62,23 @@ class Judged(NamedTuple):
     kinds: tuple[str, ...]
     is_16_bit: bool
     report: MismatchReport
+    claimed: str
     claimed_report: MismatchReport
+    measured_report: MismatchReport
     rms: float
 
     @classmethod
-    def of(cls, path: Path) -> "Judged":
+    def of(cls, path: Path, bits: dict[str, float]) -> "Judged":
+        """`bits` are those of the first sound dump, by the precision that it claims. If this dump
+        is the first, its own are added."""
         with np.load(path) as file:
             dump = dict(file)
         arrays = {name: dump[name] for name in ARRAYS if name in dump}
         report = mismatch(**arrays)
         claimed = str(dump["claims"])
+        if list(dump["truth"]) == [SOUND]:
+            bits.setdefault(claimed, report.bits)
+        least = bits[claimed] - MARGIN if claimed in bits else None
         actor = str(dump["actor"])
         gap = (arrays["learner_logp"] - arrays["actor_logp"]).astype(np.float64)
         mask = arrays.get("mask", np.ones(gap.shape, bool))
@@ -73,7 +87,9 @@ class Judged(NamedTuple):
             kinds=tuple(str(kind) for kind in dump["truth"] if kind != SOUND),
             is_16_bit=actor in SIXTEEN_BITS and actor == str(dump["learner"]),
             report=report,
+            claimed=claimed,
             claimed_report=mismatch(**arrays, precision=claimed) if claimed else report,
+            measured_report=mismatch(**arrays, precision=least) if claimed else report,
             rms=float(np.sqrt(np.square(gap[mask]).mean())),
         )
 
@@ -165,6 +181,11 @@ def rules(dumps: list[Judged]) -> list[Rule]:
             lambda x: x.claimed_report.verdict,
             lambda x: x.is_right(x.claimed_report),
         ),
+        Rule(
+            f"the report with the bits of a sound dump, less {MARGIN:g}",
+            lambda x: x.measured_report.verdict,
+            lambda x: x.is_right(x.measured_report),
+        ),
         above("k3", best_limit(dumps, k3_of), k3_of),
         above("root mean square", best_limit(dumps, rms_of), rms_of),
         above(
@@ -227,7 +248,8 @@ def summary(dumps: list[Judged]) -> str:
 
 def judge(folder: Path, out: Path) -> None:
     """Writes the table of all dumps in a folder, and beside it that of the rules alone."""
-    dumps = [Judged.of(path) for path in sorted((folder / "dumps").glob("*.npz"))]
+    bits = {}
+    dumps = [Judged.of(path, bits) for path in sorted((folder / "dumps").glob("*.npz"))]
     about = json.loads((folder / "about.json").read_text())
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     model = textwrap.fill(

@@ -411,6 +411,9 @@ def test_fewer_bits_than_both_programs_claim_are_a_bug():
     report = mismatch(learner, actor, precision="bf16")
     assert report.causes == ("precision",) and report.precision == "bf16"
     assert mismatch(learner, actor, precision="fp8").verdict == "rounding"
+    # Or the bits that a sound dump of one's own had, less one.
+    assert mismatch(learner, actor, precision=report.bits - 1).verdict == "rounding"
+    assert mismatch(learner, actor, precision=report.bits + 1).kind == "precision"
     learner, actor = sampled(noise=0.02)
     assert mismatch(learner, actor, precision="bf16").verdict == "rounding"
     assert mismatch(learner, actor, precision="fp16").kind == "precision"
@@ -589,6 +592,7 @@ REFUSED = {
     "tokens has 1 sequences": {"tokens": np.ones(3, int)},
     "tokens is 0.5 at [0, 0]: give whole numbers": {"tokens": np.full((2, 3), 0.5)},
     "precision is 'bf17': use one of fp32,": {"precision": "bf17"},
+    "precision is nan: use one of fp32,": {"precision": math.nan},
     "clip is 0:": {"clip": 0},
     "clip is nan": {"clip": math.nan},
     "clip is '0.2'": {"clip": "0.2"},

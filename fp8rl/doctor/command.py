@@ -256,8 +256,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
     )
     dump.add_argument(
         "--precision",
-        help="what both programs compute in: fp32, tf32, fp16, bf16, int8, fp8, int4 or fp4; then "
-        "a gap that this arithmetic cannot explain is a bug",
+        type=number_or_word,
+        help="what both programs compute in: fp32, tf32, fp16, bf16, int8, fp8, int4 or fp4; or "
+        "the bits that you expect, such as 5.4; then a gap that this cannot explain is a bug",
     )
     dump.add_argument(
         "--most-error",
@@ -607,6 +608,13 @@ def code_of_change(attached: Attached, code: int) -> int:
         print(f"fp8rl.doctor: {complaint}", file=sys.stderr)
         return code if code % 256 else 2
     return code
+
+
+def number_or_word(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def run_mismatch(options: argparse.Namespace, target: None) -> int:

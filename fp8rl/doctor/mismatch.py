@@ -108,7 +108,8 @@ class MismatchReport(NamedTuple):
     `kind`                  kind of the bug, one of MEANING's; empty if there is none
     `causes`                kinds of bugs that may have made the gap, `kind` first
     `symptoms`              all symptoms that were measured, the strongest first
-    `precision`             what both programs claim to compute in; empty if they claim nothing
+    `precision`             what both programs claim to compute in, or the bits that were expected;
+                            empty if nothing was claimed
     `bits`                  bits of mantissa to which everything would have to be rounded to make
                             such a gap: an estimate
     `sequences`, `tokens`   number of sequences and tokens that count
@@ -271,7 +272,7 @@ def mismatch(
     advantages=None,
     clip: float = 0.2,
     lengths=None,
-    precision: str | None = None,
+    precision: str | float | None = None,
     tokens=None,
     most_error: float = MOST_ERROR,
 ) -> MismatchReport:
@@ -297,8 +298,9 @@ def mismatch(
     `clip`                        PPO's clip: how far a ratio may differ from 1
     `lengths`                     [sequences], the number of tokens of each sequence in a packed
                                   row: the differences of cumulated lengths (`cu_seqlens`)
-    `precision`                   what both programs claim to compute in, such as "bf16"; then a gap
-                                  that this arithmetic cannot explain is a bug
+    `precision`                   what both programs claim to compute in, such as "bf16", or the
+                                  bits that you expect, such as those of a sound dump of your own,
+                                  less one; a gap that this cannot explain is then a bug
     `tokens`                      the tokens' numbers in the vocabulary, in the same form; they show
                                   whether tokens that occur again differ from new ones
     `most_error`                  token_mult_prob_error above which the report has an alarm
@@ -316,8 +318,12 @@ def mismatch(
         raise ValueError(f"clip is {clip!r}: use a number above 0 and below 1, such as 0.2")
     if not (isinstance(most_error, int | float) and most_error >= 1):
         raise ValueError(f"most_error is {most_error!r}: use a number from 1 up, such as 1.05")
-    if precision is not None and precision not in BITS_LEFT:
-        raise ValueError(f"precision is {precision!r}: use one of {', '.join(BITS_LEFT)}")
+    if isinstance(precision, int | float) and math.isfinite(precision):
+        precision = float(precision)
+    elif precision is not None and precision not in BITS_LEFT:
+        raise ValueError(
+            f"precision is {precision!r}: use one of {', '.join(BITS_LEFT)}, or a number of bits"
+        )
     used = read.mask
     gap = Gap(
         np.where(used, read.learner.values, 0.0),
@@ -345,7 +351,7 @@ def report_on(
     tokens: np.ndarray | None,
     has_mask: bool,
     clip: float,
-    precision: str | None,
+    precision: str | float | None,
     most_error: float,
 ) -> MismatchReport:
     """The report on checked arrays."""
@@ -382,7 +388,7 @@ def report_on(
         kind=causes[0] if causes else "",
         causes=tuple(causes),
         symptoms=tuple(symptoms),
-        precision=precision or "",
+        precision="" if precision is None else str(precision),
         bits=bits_of(gap),
         sequences=gap.sequences,
         tokens=len(log_ratio),

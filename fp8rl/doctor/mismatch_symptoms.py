@@ -88,13 +88,13 @@ def without_fillers(gap: Gap) -> tuple[Gap, Symptom | None]:
 def symptoms_of(
     gap: Gap,
     advantages: np.ndarray | None = None,
-    precision: str | None = None,
+    precision: str | float | None = None,
     tokens: np.ndarray | None = None,
 ) -> list[Symptom]:
     """All symptoms that a dump is large enough for.
 
     `advantages` and `tokens`, the numbers of the tokens, are [S, T] or None. `precision` is what
-    both programs claim to compute in, one of BITS_LEFT, or None.
+    both programs claim to compute in, one of BITS_LEFT or the bits that remain, or None.
     """
     if gap.mask.sum() < FEW_TOKENS or not gap.log_ratio.any():
         return []
@@ -268,13 +268,14 @@ def coarse(gap: Gap) -> Symptom:
     return Symptom("few bits", "other", value, LIMITS["coarse"], says)
 
 
-def too_few_bits(gap: Gap, precision: str) -> Symptom:
+def too_few_bits(gap: Gap, precision: str | float) -> Symptom:
     """Is the gap larger than the arithmetic makes it that both programs claim?"""
     bits = robust_bits(gap)
-    left = BITS_LEFT[precision]
+    left = BITS_LEFT.get(precision, precision)
+    expected = f"{precision} on both sides leaves" if precision in BITS_LEFT else "you expect"
     says = (
         f"arithmetic with {max(bits, 0):.1f} bits of mantissa would make such a gap, and "
-        f"{precision} on both sides leaves {left:g} or more"
+        f"{expected} {left:g} or more"
     )
     return Symptom("bits of the precision", "precision", 2.0 ** (left - bits), 1.0, says)
 
