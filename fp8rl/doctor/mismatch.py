@@ -31,6 +31,7 @@ from .mismatch_horizon import Horizon
 from .mismatch_places import FEW_SEQUENCES
 from .mismatch_symptoms import (
     BITS_LEFT,
+    OTHER_LABELS,
     bits_of,
     robust_bits,
     symptoms_of,
@@ -450,7 +451,11 @@ def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, list[str]]:
         return "exact", []
     if not symptoms:
         return "not judged", []
-    kinds = list(dict.fromkeys(symptom.kind for symptom in symptoms if symptom.is_seen))
+    seen = [symptom for symptom in symptoms if symptom.is_seen]
+    if any(symptom.kind in ("beginning", "template") for symptom in seen):
+        # Another prompt makes log-probabilities as unlike as other labels do, but from a place on.
+        seen = [symptom for symptom in seen if symptom.name != OTHER_LABELS]
+    kinds = list(dict.fromkeys(symptom.kind for symptom in seen))
     if not kinds:
         return "rounding", []
     for leading, beside in LEADING.items():

@@ -33,6 +33,7 @@ CLOSE = 0.9  # correlation of log-probabilities that remains when only the tempe
 OFFSETS = (1, -1, 2, -2)  # positions by which a log-probability may be misplaced
 # A learner that scores the wrong labels has such a correlation at most, and finds the sampled
 # tokens less likely by so many nats, on average.
+OTHER_LABELS = "log-probabilities of other labels"
 WRONG_LABELS = 0.25
 LESS_LIKELY = 2.0
 # If weights and activations are rounded to b bits of mantissa, rms(d) / std(actor_logp) is about
@@ -158,7 +159,7 @@ def mislabelled(gap: Gap) -> Symptom:
         f"log-probabilities hardly follow the actor's (correlation {common:.2f})"
     )
     value = less_likely if common < WRONG_LABELS else 0.0
-    return Symptom("log-probabilities of other labels", "shift", value, LESS_LIKELY, says, 1.0)
+    return Symptom(OTHER_LABELS, "shift", value, LESS_LIKELY, says, 1.0)
 
 
 def truncated(gap: Gap) -> Symptom:
