@@ -53,7 +53,7 @@ LEAST = {
     "one position": 0.85,
     "one column": 0.85,
     "early": 0.4,
-    "first": 0.5,
+    "first": 0.6,
     "last": 0.7,
     "trend": 0.6,
     "heavy tail": 5.0,  # root mean square over typical size
