@@ -48,11 +48,16 @@ class Setting(NamedTuple):
 
 
 class Arm(NamedTuple):
-    """The format of the copy that acts (rounding.py), and the learner's correction
-    (corrections.py)."""
+    """The format of the copy that acts (rounding.py), the learner's correction (corrections.py),
+    and the top-p by which the copy samples.
+
+    As in engines for language models, the log-probabilities of a copy that samples by top-p are
+    those among the tokens that were kept. The learner's are those among all tokens.
+    """
 
     format: str = "fp32"
     correction: str = "none"
+    top_p: float = 1.0
 
 
 class Horizon(NamedTuple):
@@ -180,6 +185,8 @@ class Laboratory:
             if arm.correction not in CORRECTIONS:
                 known = ", ".join(CORRECTIONS)
                 raise ValueError(f"correction is {arm.correction!r}: choose from {known}")
+            if not 0 < arm.top_p <= 1:
+                raise ValueError(f"top_p is {arm.top_p}: use a share above 0, and 1 for all tokens")
         policies, task = start or pretrained(setting, seeds)
         self.policies = policies.repeated(len(arms))
         self.task = task.repeated(len(arms))
@@ -192,10 +199,15 @@ class Laboratory:
             learner_formats += [learner_format] * len(seeds)
         self.actor_rounding = Rounding(actor_formats)
         self.learner_rounding = Rounding(learner_formats)
+        self.actor_top_p = None  # of each policy, [S], if any arm samples by top-p
+        if any(arm.top_p < 1 for arm in self.arms):
+            top_p = torch.tensor([arm.top_p for arm in self.arms])
+            self.actor_top_p = top_p.repeat_interleave(len(seeds))
         parameters = list(self.policies.parameters.values())
         self.optimizer = torch.optim.Adam(parameters, setting.learning_rate)
         self.iteration = 0
         self.actor_rewards: list[torch.Tensor] = []  # [arms, seeds, prompts] for each rollout
+        self.rollout_log_ratio = torch.empty(0)  # log pi_0 - log mu of the last rollout, [T, S, B]
 
     @staticmethod
     def position(arm: Arm) -> tuple[int, bool]:
@@ -224,7 +236,9 @@ class Laboratory:
     def update(self) -> None:
         """Writes sequences with the copies that act, and trains on them."""
         uniforms = self.uniforms("actions", self.iteration)
-        tokens, actor_logp = self.policies.write(self.prompt, uniforms, self.actor_rounding)
+        tokens, actor_logp = self.policies.write(
+            self.prompt, uniforms, self.actor_rounding, self.actor_top_p
+        )
         reward = self.task.reward(tokens, self.prompt)
         self.actor_rewards.append(self.by_prompt(reward))
         advantage = self.advantage(reward)
@@ -233,6 +247,7 @@ class Laboratory:
             logp = self.policies.log_probs(tokens, self.prompt, self.learner_rounding)
             if first_logp is None:
                 first_logp = logp.detach()
+                self.rollout_log_ratio = first_logp - actor_logp
             factor = self.gradient_factors(logp.detach(), first_logp, actor_logp, advantage)
             loss = -(factor * logp).mean((0, 2)).sum()
             self.optimizer.zero_grad()
