@@ -56,6 +56,8 @@ def arms_of(plain: tuple[str, ...], with_top_p: tuple[str, ...]) -> list[Arm]:
 
 EVERY_RULE = arms_of(("fp8", "e8m2"), ("fp32", "fp8"))
 LONG = arms_of((), ("fp32",))
+CLIPS = ("none", "masked_sequence_weights", "token_weights", "clip")
+IN_MINIBATCHES = [Arm(), *(Arm(form, rule) for form in ("fp8", "e8m2") for rule in CLIPS)]
 SHARP = Setting()
 HARMLESS = Setting(right_tokens=4)
 # With the recurrent network's learning rate, attention unlearns in float32, too
@@ -65,6 +67,13 @@ EXPERIMENTS = {
     "recurrent, 4 right": Experiment(HARMLESS, SEEDS, {32: EVERY_RULE, 128: LONG}),
     "attention, 1 right": Experiment(TWO_LAYERS, SEEDS, {32: EVERY_RULE}),
     "attention, 4 right": Experiment(TWO_LAYERS._replace(right_tokens=4), SEEDS, {32: EVERY_RULE}),
+    # As many updates of as many sequences as in the others, but four on each rollout
+    "recurrent, 1 right, 4 minibatches": Experiment(
+        SHARP._replace(batch=128, minibatches=4, updates=50), SEEDS, {32: IN_MINIBATCHES}
+    ),
+    "attention, 1 right, 4 minibatches": Experiment(
+        TWO_LAYERS._replace(batch=128, minibatches=4, updates=50), SEEDS, {32: IN_MINIBATCHES}
+    ),
 }
 FIELDS = ["experiment", "length", "format", "top_p", "correction", "seed"]
 FIELDS += ["learner", "actor", "dead", "start", "weight", "sample_size", "silent"]

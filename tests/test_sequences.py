@@ -356,6 +356,36 @@ def test_top_p_of_an_arm_is_seen_by_this_arm_alone(setting):
     assert (together.rollout_log_ratio[:, :2].abs() < 1e-4).all()
 
 
+def test_minibatches_are_updates_on_parts_of_a_rollout():
+    """By hand: Adam on one half of the sequences, then on the other half."""
+    setting = SMALL._replace(right_tokens=6, batch=16, minibatches=2)
+    arm = Arm("e8m1", "token_weights")
+    by_hand = Laboratory(setting, [arm], [0, 1], start_of(setting, [0, 1]))
+    policies, prompt = by_hand.policies, by_hand.prompt
+    uniforms = by_hand.uniforms("actions", 0)
+    tokens, actor_logp = policies.write(prompt, uniforms, by_hand.actor_rounding)
+    advantage = by_hand.advantage(by_hand.task.reward(tokens, prompt))
+    assert advantage.any()
+    first_logp = policies.log_probs(tokens, prompt).detach()
+    for half in (slice(0, 8), slice(8, 16)):
+        logp = policies.log_probs(tokens[:, :, half], prompt[half])
+        factor = gradient_factor(
+            arm.correction,
+            logp.detach(),
+            first_logp[:, :, half],
+            actor_logp[:, :, half],
+            advantage[:, half],
+        )
+        by_hand.optimizer.zero_grad()
+        (-(factor * logp).mean((0, 2)).sum()).backward()
+        by_hand.optimizer.step()
+    laboratory = Laboratory(setting, [arm], [0, 1], start_of(setting, [0, 1]))
+    laboratory.update()
+    for name, p in laboratory.policies.parameters.items():
+        torch.testing.assert_close(p, policies.parameters[name], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(laboratory.rollout_log_ratio, first_logp - actor_logp)
+
+
 def test_training_improves_the_policy():
     setting = SMALL._replace(length=4, batch=32, units=16, updates=40, learning_rate=1e-2)
     laboratory = Laboratory(setting, [Arm(), Arm("e8m3")], [0, 1])
@@ -384,6 +414,8 @@ REFUSED = {
     "right_tokens is 8": lambda: laboratory(right_tokens=8),
     "batch is 10: use a multiple of prompts, 4": lambda: laboratory(batch=10),
     "batch is 4: .* of at least two": lambda: laboratory(batch=4),
+    "minibatches is 0": lambda: laboratory(minibatches=0),
+    "minibatches is 3: use a divisor of batch, 8": lambda: laboratory(minibatches=3),
     "length is 0": lambda: laboratory(length=0),
     "start is 1.0": lambda: laboratory(start=1.0),
     "network is 'gru'": lambda: pretrained(SMALL._replace(network="gru"), [0]),

@@ -37,8 +37,9 @@ class Setting(NamedTuple):
     network: str = "recurrent"  # or "attention"
     right_tokens: int = 1  # how many tokens of the vocabulary are right at each step
     length: int = 32  # tokens of a sequence, T
-    updates: int = 200
+    updates: int = 200  # rollouts, each with the updates that are made on it
     updates_per_rollout: int = 1
+    minibatches: int = 1  # equal parts of a rollout, of which each makes an update of its own
     learning_rate: float = 3e-3  # Adam's learning rate, which is constant
     batch: int = 32  # sequences of a rollout, B, equally many for each prompt
     prompts: int = 4
@@ -89,9 +90,13 @@ def check(setting: Setting, seeds: list[int]) -> None:
             f"batch is {setting.batch}: use a multiple of prompts, {setting.prompts}, of at least "
             "two sequences each"
         )
-    for name in ("length", "updates", "updates_per_rollout", "units", "prompts"):
+    for name in ("length", "updates", "updates_per_rollout", "minibatches", "units", "prompts"):
         if getattr(setting, name) < 1:
             raise ValueError(f"{name} is {getattr(setting, name)}: use at least 1")
+    if setting.batch % setting.minibatches:
+        raise ValueError(
+            f"minibatches is {setting.minibatches}: use a divisor of batch, {setting.batch}"
+        )
     if not 0 < setting.start < 1:
         raise ValueError(f"start is {setting.start}: use a share between 0 and 1")
     if not seeds:
@@ -243,17 +248,30 @@ class Laboratory:
         self.actor_rewards.append(self.by_prompt(reward))
         advantage = self.advantage(reward)
         first_logp = None
-        for _ in range(self.setting.updates_per_rollout):
-            logp = self.policies.log_probs(tokens, self.prompt, self.learner_rounding)
+        minibatches = self.minibatches()
+        if len(minibatches) > 1:
+            with torch.no_grad():
+                first_logp = self.policies.log_probs(tokens, self.prompt, self.learner_rounding)
+        for part in minibatches * self.setting.updates_per_rollout:
+            logp = self.policies.log_probs(
+                tokens[..., part], self.prompt[part], self.learner_rounding
+            )
             if first_logp is None:
                 first_logp = logp.detach()
-                self.rollout_log_ratio = first_logp - actor_logp
-            factor = self.gradient_factors(logp.detach(), first_logp, actor_logp, advantage)
+            factor = self.gradient_factors(
+                logp.detach(), first_logp[..., part], actor_logp[..., part], advantage[:, part]
+            )
             loss = -(factor * logp).mean((0, 2)).sum()
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
+        self.rollout_log_ratio = first_logp - actor_logp
         self.iteration += 1
+
+    def minibatches(self) -> list[slice]:
+        """Which sequences of a rollout each update learns from."""
+        size = self.setting.batch // self.setting.minibatches
+        return [slice(i, i + size) for i in range(0, self.setting.batch, size)]
 
     def gradient_factors(self, logp, first_logp, actor_logp, advantage) -> torch.Tensor:
         """The factor of each token's gradient, [T, S, B], by the correction of each arm."""
