@@ -166,9 +166,14 @@ def key_of(row: dict) -> Key:
 
 def places_of(cells: dict[Key, Cell]) -> list[tuple[str, int, str]]:
     """Experiments, lengths and actors of cells, in the order in which they are shown."""
-    order = list(EXPERIMENTS)
-    places = dict.fromkeys(key[:3] for key in cells if key[2] != "fp32")
-    return sorted(places, key=lambda place: (order.index(place[0]), place[1], "top-p" in place[2]))
+    experiments = list(EXPERIMENTS)
+
+    def position(place: tuple[str, int, str]) -> tuple[int, int, bool, bool]:
+        experiment, length, actor = place
+        fewer_bits = actor.startswith("e8m2")
+        return experiments.index(experiment), length, "top-p" in actor, fewer_bits
+
+    return sorted(dict.fromkeys(key[:3] for key in cells if key[2] != "fp32"), key=position)
 
 
 def loss_table(cells: dict[Key, Cell]) -> str:
@@ -217,32 +222,45 @@ def rollout_table(cells: dict[Key, Cell], rows: list[dict]) -> str:
     return table_of(columns, table)
 
 
-def foresight_table(cells: dict[Key, Cell], predicted: list[dict]) -> str:
-    """How far the predictions are off, by rule, beside the guess that nothing is lost."""
-    groups: dict[str, list[dict]] = {}
-    for row in predicted:
-        top_p = "" if float(row["top_p"]) == 1 else f", top-p {row['top_p']}"
-        groups.setdefault(RULES[row["correction"]] + top_p, []).append(row)
-    groups["all"] = predicted
+def foresight_table(cells: dict[Key, Cell], rows: list[dict], predicted: list[dict]) -> str:
+    """How far the predictions are off, by rule, beside two guesses.
+
+    One guess is that nothing is lost. The other is that nothing is learned: that the learner ends
+    with the success with which it began.
+    """
+    starts: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        starts.setdefault((row["experiment"], int(row["length"])), []).append(float(row["start"]))
+    standstill = {
+        place: 1 - float(np.mean(values)) / cells[(*place, "fp32", "none")].learner
+        for place, values in starts.items()
+    }
+    groups: dict[str, list[Key]] = {}
+    said = {key_of(row): float(row["predicted"]) for row in predicted}
+    for key in said:
+        groups.setdefault(f"top-p {TOP_P}" if "top-p" in key[2] else RULES[key[3]], []).append(key)
+    groups["all"] = list(said)
     table = []
-    for name, rows in groups.items():
-        losses = np.array([cells[key_of(row)].loss for row in rows])
-        low = np.array([cells[key_of(row)].low for row in rows])
-        high = np.array([cells[key_of(row)].high for row in rows])
-        said = np.array([float(row["predicted"]) for row in rows])
-        inside = int(((said >= low) & (said <= high)).sum())
+    for name, keys in groups.items():
+        losses = np.array([cells[key].loss for key in keys])
+        errors = [
+            np.mean([abs(said[key] - cells[key].loss) for key in keys]),
+            np.mean(np.abs(losses)),
+            np.mean([abs(standstill[key[:2]] - cells[key].loss) for key in keys]),
+        ]
+        inside = sum(cells[key].low <= said[key] <= cells[key].high for key in keys)
         table.append(
             [
                 name,
-                len(rows),
+                len(keys),
                 f"{two_places(losses.min())} to {two_places(losses.max())}",
-                f"{np.abs(said - losses).mean():.3f}",
-                f"{np.abs(losses).mean():.3f}",
-                f"{inside} of {len(rows)}",
+                *(f"{error:.3f}" for error in errors),
+                f"{inside} of {len(keys)}",
             ]
         )
     columns = ("rule", "cells", "losses", "mean error: predicted", "nothing is lost")
-    return table_of((*columns, "predicted within the interval"), table)
+    columns += ("nothing is learned", "predicted within the interval")
+    return table_of(columns, table)
 
 
 def table(out: Path) -> None:
@@ -250,7 +268,8 @@ def table(out: Path) -> None:
     rows = Journal(RESULTS / "stack_rules_measured.csv", FIELDS).rows()
     cells = cells_of([row | {"format": actor_of(row)} for row in rows])
     predicted = Journal(RESULTS / "stack_rules_predicted.csv", PREDICTED).rows()
-    parts = [loss_table(cells), rollout_table(cells, rows), foresight_table(cells, predicted)]
+    parts = [loss_table(cells), rollout_table(cells, rows)]
+    parts.append(foresight_table(cells, rows, predicted))
     parts.append(f"`python benchmarks/stack_rules_in_lab.py table {out}` on {origin()}.")
     out.write_text("\n\n".join(parts) + "\n")
 
