@@ -32,6 +32,7 @@ from fp8rl.sequences.corrections import mismatch_weight
 from fp8rl.sequences.laboratory import Arm, Laboratory, Setting
 
 SEEDS = range(2000, 2016)
+FEWER_SEEDS = SEEDS[:8]  # of rollouts in minibatches
 SEEDS_OF_JOB = 2  # a batch that fits into the cache takes half as long
 TOP_P = 0.95
 # By the correction of an arm, in the order of the table
@@ -69,10 +70,12 @@ EXPERIMENTS = {
     "attention, 4 right": Experiment(TWO_LAYERS._replace(right_tokens=4), SEEDS, {32: EVERY_RULE}),
     # As many updates of as many sequences as in the others, but four on each rollout
     "recurrent, 1 right, 4 minibatches": Experiment(
-        SHARP._replace(batch=128, minibatches=4, updates=50), SEEDS, {32: IN_MINIBATCHES}
+        SHARP._replace(batch=128, minibatches=4, updates=50), FEWER_SEEDS, {32: IN_MINIBATCHES}
     ),
     "attention, 1 right, 4 minibatches": Experiment(
-        TWO_LAYERS._replace(batch=128, minibatches=4, updates=50), SEEDS, {32: IN_MINIBATCHES}
+        TWO_LAYERS._replace(batch=128, minibatches=4, updates=50),
+        FEWER_SEEDS,
+        {32: IN_MINIBATCHES},
     ),
 }
 FIELDS = ["experiment", "length", "format", "top_p", "correction", "seed"]
