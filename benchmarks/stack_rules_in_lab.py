@@ -19,6 +19,7 @@ reaches where float32 writes the sequences from all tokens: 0 is float32, 1 gets
 
 import argparse
 import multiprocessing
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,7 @@ RULES = {
     "gated_token_weights": "OpenRLHF, seq",
     "clip": "AReaL, default",
 }
+BEST = "token_weights"  # with which the other rules are compared
 WITH_TOP_P = ("none", "masked_sequence_weights", "token_weights")
 
 
@@ -167,7 +169,7 @@ def key_of(row: dict) -> Key:
     return row["experiment"], int(row["length"]), actor_of(row), row["correction"]
 
 
-def places_of(cells: dict[Key, Cell]) -> list[tuple[str, int, str]]:
+def places_of(cells: Iterable[tuple]) -> list[tuple[str, int, str]]:
     """Experiments, lengths and actors of cells, in the order in which they are shown."""
     experiments = list(EXPERIMENTS)
 
@@ -192,16 +194,45 @@ def loss_table(cells: dict[Key, Cell]) -> str:
     return table_of(("network, right tokens", "T", "who acts", *RULES.values()), rows)
 
 
+def difference_table(rows: list[dict]) -> str:
+    """How much more each rule loses than token weights truncated at 2, paired by seed."""
+    success: dict[Key, dict[str, float]] = {}
+    for row in rows:
+        success.setdefault(key_of(row), {})[row["seed"]] = float(row["learner"])
+    lines: dict[tuple[str, int, str], dict[str, str]] = {}
+    for key, by_seed in success.items():
+        place, rule = key[:3], key[3]
+        if place[2] == "fp32" or "top-p" in place[2] or rule == BEST:
+            continue
+        seeds = sorted(by_seed)
+        best = success[(*place, BEST)]
+        reference = success[(*place[:2], "fp32", "none")]
+        more = np.array([best[seed] - by_seed[seed] for seed in seeds])
+        float32 = np.array([reference[seed] for seed in seeds])
+        picks = np.random.default_rng(0).integers(len(seeds), size=(10_000, len(seeds)))
+        resampled = more[picks].mean(1) / float32[picks].mean(1)
+        numbers = [more.mean() / float32.mean(), *np.percentile(resampled, [2.5, 97.5])]
+        loss, low, high = (two_places(float(x)) for x in numbers)
+        lines.setdefault(place, {})[rule] = f"{loss} [{low}, {high}]"
+    others = [rule for rule in RULES if rule != BEST]
+    table = [
+        [*place, *(lines[place].get(rule, "") for rule in others)] for place in places_of(lines)
+    ]
+    columns = ("network, right tokens", "T", "who acts", *(RULES[rule] for rule in others))
+    return table_of(columns, table)
+
+
 def rollout_table(cells: dict[Key, Cell], rows: list[dict]) -> str:
     """What top-p makes of rollouts and weights, beside the same in float32 from all tokens."""
     numbers: dict[Key, list[list[float]]] = {}
     for row in rows:
         measured = [float(row[name]) for name in ("weight", "sample_size", "silent", "start")]
         numbers.setdefault(key_of(row), []).append(measured)
+    with_top_p = {key[:2] for key in numbers if "top-p" in key[2]}
     table = []
     for key, measured in numbers.items():
         experiment, length, actor, rule = key
-        if not actor.startswith("fp32"):
+        if not actor.startswith("fp32") or key[:2] not in with_top_p:
             continue
         weight, sample_size, silent, start = np.mean(measured, 0)
         cell = cells[key]
@@ -267,14 +298,25 @@ def foresight_table(cells: dict[Key, Cell], rows: list[dict], predicted: list[di
 
 
 def table(out: Path) -> None:
-    """Writes the table."""
+    """Writes all tables, and the losses alone for the page."""
     rows = Journal(RESULTS / "stack_rules_measured.csv", FIELDS).rows()
     cells = cells_of([row | {"format": actor_of(row)} for row in rows])
     predicted = Journal(RESULTS / "stack_rules_predicted.csv", PREDICTED).rows()
-    parts = [loss_table(cells), rollout_table(cells, rows)]
-    parts.append(foresight_table(cells, rows, predicted))
-    parts.append(f"`python benchmarks/stack_rules_in_lab.py table {out}` on {origin()}.")
+    losses = loss_table(cells)
+    made_by = f"`python benchmarks/stack_rules_in_lab.py table {out}` on {origin()}."
+    parts = [
+        "## Losses",
+        losses,
+        f"## How much more is lost than with {RULES[BEST]}, seed by seed",
+        difference_table(rows),
+        f"## Float32 with and without top-p {TOP_P}",
+        rollout_table(cells, rows),
+        "## How well the losses were foreseen",
+        foresight_table(cells, rows, predicted),
+        made_by,
+    ]
     out.write_text("\n\n".join(parts) + "\n")
+    out.with_stem(f"{out.stem}_short").write_text(f"{losses}\n\n{made_by}\n")
 
 
 def main(words: list[str] | None = None) -> None:
