@@ -222,6 +222,39 @@ def difference_table(rows: list[dict]) -> str:
     return table_of(columns, table)
 
 
+def minibatch_table(rows: list[dict]) -> str:
+    """Losses with one and with four minibatches a rollout, on the seeds that have both."""
+    suffix = ", 4 minibatches"
+    in_four = {row["seed"] for row in rows if row["experiment"].endswith(suffix)}
+    success: dict[Key, dict[str, float]] = {}
+    for row in rows:
+        if row["seed"] in in_four:
+            success.setdefault(key_of(row), {})[row["seed"]] = float(row["learner"])
+    seeds = sorted(in_four)
+    picks = np.random.default_rng(0).integers(len(seeds), size=(10_000, len(seeds)))
+    everything = np.arange(len(seeds))[None]
+
+    def losses(key: Key, picks: np.ndarray) -> np.ndarray:
+        learner = np.array([success[key][seed] for seed in seeds])
+        float32 = success[(*key[:2], "fp32", "none")]
+        reference = np.array([float32[seed] for seed in seeds])
+        return 1 - learner[picks].mean(1) / reference[picks].mean(1)
+
+    table = []
+    for key in success:
+        four = (key[0] + suffix, *key[1:])
+        if four not in success or key[2] == "fp32":
+            continue
+        numbers = [losses(key, everything)[0], losses(four, everything)[0]]
+        low, high = np.percentile(losses(four, picks) - losses(key, picks), [2.5, 97.5])
+        one, in_parts, more, low, high = map(
+            two_places, (*numbers, numbers[1] - numbers[0], low, high)
+        )
+        table.append([key[0], key[2], RULES[key[3]], one, in_parts, f"{more} [{low}, {high}]"])
+    columns = ("network, right tokens", "who acts", "rule", "one", "four", "more is lost by")
+    return table_of(columns, table)
+
+
 def rollout_table(cells: dict[Key, Cell], rows: list[dict]) -> str:
     """What top-p makes of rollouts and weights, beside the same in float32 from all tokens."""
     numbers: dict[Key, list[list[float]]] = {}
@@ -309,6 +342,8 @@ def table(out: Path) -> None:
         losses,
         f"## How much more is lost than with {RULES[BEST]}, seed by seed",
         difference_table(rows),
+        "## One minibatch and four",
+        minibatch_table(rows),
         f"## Float32 with and without top-p {TOP_P}",
         rollout_table(cells, rows),
         "## How well the losses were foreseen",

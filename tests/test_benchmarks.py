@@ -186,8 +186,8 @@ def few_rules(module, monkeypatch) -> None:
     setting = module.TWO_LAYERS._replace(updates=20, batch=8, units=8, length=4, start=0.01)
     experiments = {
         "attention": module.Experiment(setting, range(2000, 2002), {4: module.EVERY_RULE}),
-        "minibatches": module.Experiment(
-            setting._replace(minibatches=2, right_tokens=4),
+        "attention, 4 minibatches": module.Experiment(
+            setting._replace(minibatches=2),
             range(2000, 2002),
             {4: module.IN_MINIBATCHES},
         ),
