@@ -150,31 +150,34 @@ def trained(job: Job) -> list[dict]:
     experiment = EXPERIMENTS[job.experiment]
     setting = experiment.setting._replace(length=job.length)
     laboratory = Laboratory(setting, experiment.arms[job.length], list(job.seeds))
+    rows = []
+    for arm, seed, numbers in successes(laboratory):
+        row = {"experiment": job.experiment, "length": job.length, "format": arm.format}
+        rows.append(row | {"correction": arm.correction, "seed": seed} | numbers)
+    return rows
+
+
+def successes(laboratory: Laboratory) -> list[tuple[Arm, int, dict]]:
+    """Trains all arms of a laboratory; their successes at the end, by arm and seed."""
     start = laboratory.learner_success()
-    laboratory.train(setting.updates - 20)
+    laboratory.train(laboratory.setting.updates - 20)
     rewards = []  # of each prompt, [arms, seeds, prompts]
     for _ in range(4):
         laboratory.train(5)
         rewards.append(laboratory.learner_rewards())
     learner = torch.stack(rewards).mean(0)
     actor = laboratory.actor_success()
-    rows = []
+    outcomes = []
     for i, arm in enumerate(laboratory.arms):
-        for j, seed in enumerate(job.seeds):
-            rows.append(
-                {
-                    "experiment": job.experiment,
-                    "length": job.length,
-                    "format": arm.format,
-                    "correction": arm.correction,
-                    "seed": seed,
-                    "learner": round(float(learner[i, j].mean()), 4),
-                    "actor": round(float(actor[i, j]), 4),
-                    "dead": int((learner[i, j] == 0).sum()),
-                    "start": round(float(start[i, j]), 4),
-                }
-            )
-    return rows
+        for j, seed in enumerate(laboratory.seeds):
+            numbers = {
+                "learner": round(float(learner[i, j].mean()), 4),
+                "actor": round(float(actor[i, j]), 4),
+                "dead": int((learner[i, j] == 0).sum()),
+                "start": round(float(start[i, j]), 4),
+            }
+            outcomes.append((arm, seed, numbers))
+    return outcomes
 
 
 def measure(names: list[str], out: Path, processes: int) -> None:

@@ -57,6 +57,10 @@ COMMANDS = {
     "acting_predicted": "python benchmarks/acting.py predict benchmarks/results/acting_predicted.csv",
     "acting_measured": "python benchmarks/acting.py measure benchmarks/results/acting_measured.csv",
     "acting": "python benchmarks/acting.py table benchmarks/results/acting.md",
+    # What do the rules of real stacks cost such policies?
+    "stack_rules_measured": "python benchmarks/stack_rules_in_lab.py measure "
+    "benchmarks/results/stack_rules_measured.csv",
+    "stack_rules": "python benchmarks/stack_rules_in_lab.py table benchmarks/results/stack_rules.md",
     # Is a gap of log-probabilities rounding or a bug?
     "dumps": "python benchmarks/dumps.py report benchmarks/results/dumps.md",
     # Also in dumps of a real decoder?

@@ -185,6 +185,37 @@ def acting_in_steps(module, out: Path) -> None:
     module.main(["table", str(out / "acting.md")])
 
 
+def few_rules(module, monkeypatch) -> None:
+    """Every rule in one small setting; without trainings that end without any success."""
+    setting = module.TWO_LAYERS._replace(updates=20, batch=8, units=8, length=4, start=0.01)
+    experiments = {
+        "attention": module.Experiment(setting, range(2000, 2002), {4: module.EVERY_RULE}),
+        "attention, 4 minibatches": module.Experiment(
+            setting._replace(minibatches=2),
+            range(2000, 2002),
+            {4: module.IN_MINIBATCHES},
+        ),
+    }
+    monkeypatch.setattr(module, "EXPERIMENTS", experiments)
+    monkeypatch.setattr(laboratory, "MOST_PRETRAINING", 20)
+    rewards = module.Laboratory.learner_rewards
+    more = lambda *arguments: rewards(*arguments) + 0.01  # noqa: E731
+    monkeypatch.setattr(module.Laboratory, "learner_rewards", more)
+
+
+def stack_rules_in_steps(module, out: Path) -> None:
+    module.RESULTS = out
+    module.main(["measure", str(out / "stack_rules_measured.csv")])
+    found = Journal(out / "stack_rules_measured.csv", module.FIELDS).rows()
+    assert len(found) == 2 * (len(module.EVERY_RULE) + len(module.IN_MINIBATCHES))
+    module.main(["measure", str(out / "stack_rules_measured.csv")])  # nothing is left to do
+    assert Journal(out / "stack_rules_measured.csv", module.FIELDS).rows() == found
+    predicted = [{**row, "predicted": 0.1, "why": "a guess"} for row in found[2::2]]
+    lines = [{name: row[name] for name in module.PREDICTED} for row in predicted]
+    Journal(out / "stack_rules_predicted.csv", module.PREDICTED).write(lines)
+    module.main(["table", str(out / "stack_rules.md")])
+
+
 # As CleanRL's are: options of the command line, and lines with returns
 STRANGER = """
 import argparse
@@ -633,6 +664,13 @@ RUNS = {
         {"multiprocessing": IN_ONE_PROCESS, "RESULTS": None, "WATCHED": [900]},
         few_experiments,
         acting_in_steps,
+    ),
+    "stack_rules": Run(
+        {"stack_rules.md": {"AReaL, default", "silent prompts", "nothing is lost"}},
+        {"multiprocessing": IN_ONE_PROCESS, "RESULTS": None},
+        few_rules,
+        stack_rules_in_steps,
+        "stack_rules_in_lab",
     ),
     "dumps": Run(
         {"dumps.md": {"planted bug", "called a bug", "without advantages", "stale copy"}},
@@ -1196,6 +1234,36 @@ def test_jobs_of_the_laboratory_train_every_arm_and_seed_once_and_keep_seeds_apa
         for arms in experiment.arms.values():
             assert len(set(arms)) == len(arms) and arms[0] == acting.Arm()
         assert (max(experiment.seeds) < 1000) == (name == "first")
+
+
+def test_rules_of_stacks_were_predicted_for_every_arm_of_fresh_seeds():
+    import stack_rules_in_lab
+
+    predicted = Journal(results.RESULTS / "stack_rules_predicted.csv", stack_rules_in_lab.PREDICTED)
+    keys = [stack_rules_in_lab.key_of(row) for row in predicted.rows()]
+    arms = [
+        (name, length, arm)
+        for name, experiment in stack_rules_in_lab.EXPERIMENTS.items()
+        for length, of_length in experiment.arms.items()
+        for arm in of_length
+    ]
+    assert len(set(arms)) == len(arms)
+    trained = [
+        {"experiment": name, "length": length, **arm._asdict()}
+        for name, length, arm in arms
+        if arm != acting.Arm()
+    ]
+    assert sorted(keys) == sorted(map(stack_rules_in_lab.key_of, trained))
+    jobs = [
+        (job.experiment, job.length, seed)
+        for job in stack_rules_in_lab.jobs()
+        for seed in job.seeds
+    ]
+    expected = []
+    for name, experiment in stack_rules_in_lab.EXPERIMENTS.items():
+        assert min(experiment.seeds) >= 2000
+        expected += itertools.product([name], experiment.arms, experiment.seeds)
+    assert sorted(jobs) == sorted(expected)
 
 
 def test_what_is_predicted_of_the_laboratory_uses_only_what_each_rule_knows():

@@ -10,7 +10,7 @@ from fp8rl.bits import format_of
 from fp8rl.bits.formats import rounded
 from fp8rl.sequences.corrections import CORRECTIONS, gradient_factor, is_dropped_by_clip
 from fp8rl.sequences.laboratory import Arm, Laboratory, Setting, horizon, horizons, pretrained
-from fp8rl.sequences.policies import NETWORKS, Recurrence, recurrence_plain, sampled
+from fp8rl.sequences.policies import NETWORKS, Recurrence, nucleus, recurrence_plain, sampled
 from fp8rl.sequences.rounding import Rounding
 from fp8rl.sequences.task import PermutationTask
 
@@ -151,10 +151,67 @@ def test_samples_have_their_probabilities():
     torch.testing.assert_close(shares, logits[0, 0].softmax(-1), atol=0.01, rtol=0)
 
 
+def nucleus_by_hand(probabilities: list[float], top_p: float) -> set[int]:
+    """The most likely tokens, one after the other, until they have a probability of `top_p`."""
+    kept = set()
+    mass = 0.0
+    for token in sorted(range(len(probabilities)), key=lambda i: -probabilities[i]):
+        if mass < top_p:
+            kept.add(token)
+        mass += probabilities[token]
+    return kept
+
+
+def test_top_p_keeps_the_most_likely_tokens():
+    logits = 2 * torch.randn(4, 5, 8)
+    top_p = torch.tensor([0.3, 0.9, 0.95, 1.0])
+    kept = nucleus(logits, top_p)
+    for s in range(4):
+        for b in range(5):
+            by_hand = nucleus_by_hand(logits[s, b].double().softmax(-1).tolist(), float(top_p[s]))
+            for token in range(8):
+                expected = logits[s, b, token] if token in by_hand else -torch.inf
+                assert kept[s, b, token] == expected
+    # A policy that keeps all tokens has the very same logits, even where they have no probability
+    far = torch.tensor([0.0, -200.0, 1.0]).expand(1, 1, 3)
+    assert torch.equal(nucleus(far, torch.ones(1)), far)
+    assert nucleus(torch.zeros(1, 1, 3), torch.tensor([1e-9])).isfinite().sum() == 1
+
+
+@settings
+@pytest.mark.parametrize("form", ("fp32", "fp8"))
+def test_a_policy_with_top_p_writes_tokens_of_its_nucleus(setting, form):
+    """Each token, and its log-probability, are those of a loop over single tokens."""
+    policies = new_policies(setting)
+    rounding = Rounding([form, form])
+    uniforms = torch.rand(setting.length, 2, setting.batch)
+    prompt = torch.arange(setting.batch) % setting.prompts
+    tokens, logp = policies.write(prompt, uniforms, rounding, torch.tensor([0.6, 1.0]))
+    with torch.no_grad():
+        log_probs = policies.all_log_probs(tokens, prompt, rounding)
+    agree = []
+    for t in range(setting.length):
+        for b in range(setting.batch):
+            p = log_probs[t, 0, b].double().exp().tolist()
+            kept = sorted(nucleus_by_hand(p, 0.6))
+            mass = sum(p[token] for token in kept)
+            below = 0.0
+            for token in kept:
+                below += p[token] / mass
+                if below > uniforms[t, 0, b]:
+                    break
+            right_logp = math.isclose(logp[t, 0, b], math.log(p[token] / mass), abs_tol=1e-3)
+            agree.append(token == int(tokens[t, 0, b]) and right_logp)
+    # In another order of sums, a number may fall on the other side of a rounding
+    assert sum(agree) >= (0.8 if rounding.groups else 1) * len(agree)
+    everything, all_logp = policies.write(prompt, uniforms, rounding)
+    assert torch.equal(tokens[:, 1], everything[:, 1]) and torch.equal(logp[:, 1], all_logp[:, 1])
+
+
 # Corrections
 
 
-def factor_by_hand(correction, log_ratio, sequence_log_ratio, advantage):
+def factor_by_hand(correction, log_ratio, sequence_log_ratio, advantage, length=5):
     """The factor of one token in the first update after a rollout."""
     ratio = math.exp(log_ratio)
     sequence_ratio = math.exp(sequence_log_ratio)
@@ -168,6 +225,11 @@ def factor_by_hand(correction, log_ratio, sequence_log_ratio, advantage):
         return advantage if 1 / 2 < sequence_ratio < 2 else 0
     drops_negative = advantage < 0 and ratio < 0.8
     drops_positive = advantage > 0 and ratio > 1.2
+    if correction == "masked_sequence_weights":
+        return advantage * sequence_ratio if sequence_ratio <= 3 else 0
+    if correction == "gated_token_weights":
+        mean_ratio = sequence_ratio ** (1 / length)
+        return advantage * ratio if 0.5 <= mean_ratio <= 5 else 0
     if correction == "clip":
         return 0 if drops_negative or drops_positive else advantage * ratio
     if correction == "clip_negative":
@@ -194,6 +256,27 @@ def test_factors_are_those_by_hand(correction):
                     float(advantage[s, b]),
                 )
                 assert math.isclose(factor[t, s, b], by_hand, rel_tol=1e-4, abs_tol=1e-6)
+
+
+def test_masks_of_stacks_drop_whole_sequences():
+    """Of three sequences of two tokens: somewhat likelier than written, far likelier, and less."""
+    actor = torch.full((2, 1, 3), -2.0)
+    learner = actor + torch.tensor([0.5, 2.0, -1.0])
+    ones = torch.ones(1, 3)
+    # exp(4) is above 3. There is no lower bound
+    masked = gradient_factor("masked_sequence_weights", learner, learner, actor, ones)
+    torch.testing.assert_close(masked[0, 0], torch.tensor([math.exp(1), 0, math.exp(-2)]))
+    # exp(2) is above 5, and exp(-1) below 0.5
+    gated = gradient_factor("gated_token_weights", learner, learner, actor, ones)
+    torch.testing.assert_close(gated[0, 0], torch.tensor([math.exp(0.5), 0, 0]))
+
+
+def test_a_ratio_that_float32_cannot_hold_drops_its_sequence():
+    actor = torch.full((2, 1, 1), -100.0)
+    learner = torch.zeros(2, 1, 1)
+    for correction in ("masked_sequence_weights", "gated_token_weights"):
+        factor = gradient_factor(correction, learner, learner, actor, torch.ones(1, 1))
+        assert not factor.any(), correction
 
 
 def test_later_updates_clip_by_the_learner_that_saw_the_rollout():
@@ -255,6 +338,54 @@ def test_arms_do_not_depend_on_their_company(setting):
             torch.testing.assert_close(p, own, rtol=1e-4, atol=1e-4)
 
 
+@settings
+def test_top_p_of_an_arm_is_seen_by_this_arm_alone(setting):
+    setting = setting._replace(right_tokens=4)
+    arms = [Arm(), Arm("fp32", "none", 0.7), Arm("fp8", "masked_sequence_weights", 0.7)]
+    together = Laboratory(setting, arms, [0, 1], start_of(setting, [0, 1]))
+    together.train()
+    for i, arm in enumerate(together.arms):
+        alone = Laboratory(setting, [arm], [0, 1], start_of(setting, [0, 1]))
+        alone.train()
+        assert (alone.actor_top_p is None) == (arm == Arm())
+        for name, p in alone.policies.parameters.items():
+            own = together.policies.parameters[name][2 * i : 2 * i + 2]
+            torch.testing.assert_close(p, own, rtol=1e-4, atol=1e-4)
+    ratio = together.rollout_log_ratio[:, 2:4].exp()  # float32 with top-p: the mass that is kept
+    assert ratio.min() >= 0.7 - 1e-4 and ratio.max() <= 1 + 1e-4 and ratio.mean() < 0.99
+    assert (together.rollout_log_ratio[:, :2].abs() < 1e-4).all()
+
+
+def test_minibatches_are_updates_on_parts_of_a_rollout():
+    """By hand: Adam on one half of the sequences, then on the other half."""
+    setting = SMALL._replace(right_tokens=6, batch=16, minibatches=2)
+    arm = Arm("e8m1", "token_weights")
+    by_hand = Laboratory(setting, [arm], [0, 1], start_of(setting, [0, 1]))
+    policies, prompt = by_hand.policies, by_hand.prompt
+    uniforms = by_hand.uniforms("actions", 0)
+    tokens, actor_logp = policies.write(prompt, uniforms, by_hand.actor_rounding)
+    advantage = by_hand.advantage(by_hand.task.reward(tokens, prompt))
+    assert advantage.any()
+    first_logp = policies.log_probs(tokens, prompt).detach()
+    for half in (slice(0, 8), slice(8, 16)):
+        logp = policies.log_probs(tokens[:, :, half], prompt[half])
+        factor = gradient_factor(
+            arm.correction,
+            logp.detach(),
+            first_logp[:, :, half],
+            actor_logp[:, :, half],
+            advantage[:, half],
+        )
+        by_hand.optimizer.zero_grad()
+        (-(factor * logp).mean((0, 2)).sum()).backward()
+        by_hand.optimizer.step()
+    laboratory = Laboratory(setting, [arm], [0, 1], start_of(setting, [0, 1]))
+    laboratory.update()
+    for name, p in laboratory.policies.parameters.items():
+        torch.testing.assert_close(p, policies.parameters[name], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(laboratory.rollout_log_ratio, first_logp - actor_logp)
+
+
 def test_training_improves_the_policy():
     setting = SMALL._replace(length=4, batch=32, units=16, updates=40, learning_rate=1e-2)
     laboratory = Laboratory(setting, [Arm(), Arm("e8m3")], [0, 1])
@@ -283,6 +414,8 @@ REFUSED = {
     "right_tokens is 8": lambda: laboratory(right_tokens=8),
     "batch is 10: use a multiple of prompts, 4": lambda: laboratory(batch=10),
     "batch is 4: .* of at least two": lambda: laboratory(batch=4),
+    "minibatches is 0": lambda: laboratory(minibatches=0),
+    "minibatches is 3: use a divisor of batch, 8": lambda: laboratory(minibatches=3),
     "length is 0": lambda: laboratory(length=0),
     "start is 1.0": lambda: laboratory(start=1.0),
     "network is 'gru'": lambda: pretrained(SMALL._replace(network="gru"), [0]),
@@ -290,6 +423,8 @@ REFUSED = {
     "format is 'e8m23'": lambda: Rounding(["e8m23"]),
     "format is ''": lambda: Rounding([""]),
     "correction is 'tis'": lambda: laboratory(Arm("e8m1", "tis")),
+    "top_p is 0": lambda: laboratory(Arm(top_p=0)),
+    "top_p is 1.5": lambda: laboratory(Arm(top_p=1.5)),
     r"formats \['e8m1', 'fp8', 'e8m2'\] are mixed": lambda: Rounding(["e8m1", "fp8", "e8m2"]),
 }
 

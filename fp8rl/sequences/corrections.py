@@ -12,6 +12,17 @@ Each correction is a factor by which the gradient of a token's log-probability i
     clip_negative       A, and 0 where A < 0 and pi / mu < 0.8
     clip_positive       A, and 0 where A > 0 and pi / mu > 1.2
     one_precision       A, but the learner computes in the format of the policy that acts, too
+    masked_sequence_weights
+                        A * pi / mu of the whole sequence, and 0 where this ratio is above 3: the
+                        `sequence_mask` of TRL 1.16.0, its default with vLLM
+    gated_token_weights
+                        A * pi / mu of the token without a bound, and 0 in sequences where the
+                        geometric mean of these ratios is not within [0.5, 5]: the level `seq` of
+                        OpenRLHF 0.11.2
+
+A ratio of a sequence is the product of its tokens' ratios. `token_weights` and `sequence_weights`
+are those of verl 0.9.1. `clip` is the default of AReaL 1.0.4, which takes it in four minibatches a
+rollout.
 
 Let pi_0 be the learner at the time of the rollout. If a rollout serves several updates, all
 corrections but `clip` also apply PPO's rule to pi / pi_0, and multiply by this ratio.
@@ -26,6 +37,8 @@ import torch
 
 BOUND = 2.0
 CLIP = 0.2
+MASK_ABOVE = 3.0  # TRL's vllm_importance_sampling_clip_max
+GATE = (0.5, 5.0)  # OpenRLHF's is_correction_threshold
 CORRECTIONS = (
     "none",
     "token_weights",
@@ -36,6 +49,8 @@ CORRECTIONS = (
     "clip_negative",
     "clip_positive",
     "one_precision",
+    "masked_sequence_weights",
+    "gated_token_weights",
 )
 
 
@@ -72,6 +87,14 @@ def mismatch_weight(
         return ones - ((advantage < 0) & (log_ratio < math.log(1 - CLIP))).float()
     if correction == "clip_positive":
         return ones - ((advantage > 0) & (log_ratio > math.log(1 + CLIP))).float()
+    if correction == "masked_sequence_weights":
+        ratio = sequence_log_ratio.exp()
+        return ones * torch.where(ratio > MASK_ABOVE, 0, ratio)
+    if correction == "gated_token_weights":
+        lower, upper = GATE
+        mean_ratio = log_ratio.mean(0, keepdim=True).exp()
+        is_inside = (mean_ratio >= lower) & (mean_ratio <= upper)
+        return torch.where(is_inside, log_ratio.exp(), 0)
     raise ValueError(f"correction is {correction!r}: choose from {', '.join(CORRECTIONS)}")
 
 

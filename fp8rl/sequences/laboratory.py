@@ -37,8 +37,9 @@ class Setting(NamedTuple):
     network: str = "recurrent"  # or "attention"
     right_tokens: int = 1  # how many tokens of the vocabulary are right at each step
     length: int = 32  # tokens of a sequence, T
-    updates: int = 200
+    updates: int = 200  # rollouts, each with the updates that are made on it
     updates_per_rollout: int = 1
+    minibatches: int = 1  # equal parts of a rollout, of which each makes an update of its own
     learning_rate: float = 3e-3  # Adam's learning rate, which is constant
     batch: int = 32  # sequences of a rollout, B, equally many for each prompt
     prompts: int = 4
@@ -48,11 +49,16 @@ class Setting(NamedTuple):
 
 
 class Arm(NamedTuple):
-    """The format of the copy that acts (rounding.py), and the learner's correction
-    (corrections.py)."""
+    """The format of the copy that acts (rounding.py), the learner's correction (corrections.py),
+    and the top-p by which the copy samples.
+
+    As in engines for language models, the log-probabilities of a copy that samples by top-p are
+    those among the tokens that were kept. The learner's are those among all tokens.
+    """
 
     format: str = "fp32"
     correction: str = "none"
+    top_p: float = 1.0
 
 
 class Horizon(NamedTuple):
@@ -84,9 +90,13 @@ def check(setting: Setting, seeds: list[int]) -> None:
             f"batch is {setting.batch}: use a multiple of prompts, {setting.prompts}, of at least "
             "two sequences each"
         )
-    for name in ("length", "updates", "updates_per_rollout", "units", "prompts"):
+    for name in ("length", "updates", "updates_per_rollout", "minibatches", "units", "prompts"):
         if getattr(setting, name) < 1:
             raise ValueError(f"{name} is {getattr(setting, name)}: use at least 1")
+    if setting.batch % setting.minibatches:
+        raise ValueError(
+            f"minibatches is {setting.minibatches}: use a divisor of batch, {setting.batch}"
+        )
     if not 0 < setting.start < 1:
         raise ValueError(f"start is {setting.start}: use a share between 0 and 1")
     if not seeds:
@@ -180,6 +190,8 @@ class Laboratory:
             if arm.correction not in CORRECTIONS:
                 known = ", ".join(CORRECTIONS)
                 raise ValueError(f"correction is {arm.correction!r}: choose from {known}")
+            if not 0 < arm.top_p <= 1:
+                raise ValueError(f"top_p is {arm.top_p}: use a share above 0, and 1 for all tokens")
         policies, task = start or pretrained(setting, seeds)
         self.policies = policies.repeated(len(arms))
         self.task = task.repeated(len(arms))
@@ -192,10 +204,15 @@ class Laboratory:
             learner_formats += [learner_format] * len(seeds)
         self.actor_rounding = Rounding(actor_formats)
         self.learner_rounding = Rounding(learner_formats)
+        self.actor_top_p = None  # of each policy, [S], if any arm samples by top-p
+        if any(arm.top_p < 1 for arm in self.arms):
+            top_p = torch.tensor([arm.top_p for arm in self.arms])
+            self.actor_top_p = top_p.repeat_interleave(len(seeds))
         parameters = list(self.policies.parameters.values())
         self.optimizer = torch.optim.Adam(parameters, setting.learning_rate)
         self.iteration = 0
         self.actor_rewards: list[torch.Tensor] = []  # [arms, seeds, prompts] for each rollout
+        self.rollout_log_ratio = torch.empty(0)  # log pi_0 - log mu of the last rollout, [T, S, B]
 
     @staticmethod
     def position(arm: Arm) -> tuple[int, bool]:
@@ -224,21 +241,37 @@ class Laboratory:
     def update(self) -> None:
         """Writes sequences with the copies that act, and trains on them."""
         uniforms = self.uniforms("actions", self.iteration)
-        tokens, actor_logp = self.policies.write(self.prompt, uniforms, self.actor_rounding)
+        tokens, actor_logp = self.policies.write(
+            self.prompt, uniforms, self.actor_rounding, self.actor_top_p
+        )
         reward = self.task.reward(tokens, self.prompt)
         self.actor_rewards.append(self.by_prompt(reward))
         advantage = self.advantage(reward)
         first_logp = None
-        for _ in range(self.setting.updates_per_rollout):
-            logp = self.policies.log_probs(tokens, self.prompt, self.learner_rounding)
+        minibatches = self.minibatches()
+        if len(minibatches) > 1:
+            with torch.no_grad():
+                first_logp = self.policies.log_probs(tokens, self.prompt, self.learner_rounding)
+        for part in minibatches * self.setting.updates_per_rollout:
+            logp = self.policies.log_probs(
+                tokens[..., part], self.prompt[part], self.learner_rounding
+            )
             if first_logp is None:
                 first_logp = logp.detach()
-            factor = self.gradient_factors(logp.detach(), first_logp, actor_logp, advantage)
+            factor = self.gradient_factors(
+                logp.detach(), first_logp[..., part], actor_logp[..., part], advantage[:, part]
+            )
             loss = -(factor * logp).mean((0, 2)).sum()
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
+        self.rollout_log_ratio = first_logp - actor_logp
         self.iteration += 1
+
+    def minibatches(self) -> list[slice]:
+        """Which sequences of a rollout each update learns from."""
+        size = self.setting.batch // self.setting.minibatches
+        return [slice(i, i + size) for i in range(0, self.setting.batch, size)]
 
     def gradient_factors(self, logp, first_logp, actor_logp, advantage) -> torch.Tensor:
         """The factor of each token's gradient, [T, S, B], by the correction of each arm."""

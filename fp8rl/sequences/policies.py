@@ -2,7 +2,8 @@
 
 Both kinds of network have the same three methods:
 
-    write(prompt, uniforms, rounding)   writes T tokens, one after the other
+    write(prompt, uniforms, rounding, top_p)
+                                        writes T tokens, one after the other
     log_probs(tokens, prompt, rounding) the log-probabilities of given tokens, all at once
     repeated(arms)                      copies for several arms of an experiment
 
@@ -34,6 +35,21 @@ def sampled(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     cumulative = logits.softmax(-1).cumsum(-1)
     threshold = uniform[..., None] * cumulative[..., -1:]
     return (cumulative <= threshold).sum(-1).clamp(max=logits.shape[-1] - 1)
+
+
+def nucleus(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Logits [S, B, V] of which only the most likely tokens are left; those of others are -inf.
+
+    Of each row, the fewest tokens are left that together have a probability of `top_p`, [S]. A
+    policy whose `top_p` is 1 keeps all tokens.
+    """
+    ordered, index = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    mass_before = ordered.cumsum(-1) - ordered  # of all tokens that are more likely
+    is_dropped = mass_before >= top_p[:, None, None]
+    # A sum of rounded probabilities may reach 1 before the last token
+    is_dropped &= top_p[:, None, None] < 1
+    is_dropped = torch.zeros_like(is_dropped).scatter(-1, index, is_dropped)
+    return logits.masked_fill(is_dropped, -torch.inf)
 
 
 class Policies:
@@ -104,10 +120,12 @@ class RecurrentPolicies(Policies):
 
     @float32_matmuls()
     @torch.no_grad()
-    def write(self, prompt, uniforms, rounding: Rounding = FLOAT32):
+    def write(self, prompt, uniforms, rounding: Rounding = FLOAT32, top_p=None):
         """Tokens, int64 [T, S, B], and the log-probabilities with which they were sampled.
 
         `uniforms`  random numbers from 0 to 1, [T, S, B]
+        `top_p`     of each policy, [S]: tokens are sampled from its nucleus, and log-probabilities
+                    are those among the tokens of the nucleus
         """
         recurrent = rounding.matmul_weight(self.parameters["recurrent"])
         head = rounding.other(self.parameters["head"])
@@ -125,6 +143,8 @@ class RecurrentPolicies(Policies):
             if rounding.rounds_inputs_otherwise:
                 head_input = rounding.other(hidden)
             logits[t] = rounding.other(torch.baddbmm(head_bias, head_input, head))
+            if top_p is not None:
+                logits[t] = nucleus(logits[t], top_p)
             tokens[t] = sampled(logits[t], uniforms[t])
             layer_input = self.embedded_tokens(tokens[t], rounding) + prompt_input
         return tokens, chosen(logits.log_softmax(-1), tokens)
@@ -261,10 +281,12 @@ class AttentionPolicies(Policies):
 
     @float32_matmuls()
     @torch.no_grad()
-    def write(self, prompt, uniforms, rounding: Rounding = FLOAT32):
+    def write(self, prompt, uniforms, rounding: Rounding = FLOAT32, top_p=None):
         """Tokens, int64 [T, S, B], and the log-probabilities with which they were sampled.
 
         `uniforms`  random numbers from 0 to 1, [T, S, B]
+        `top_p`     of each policy, [S]: tokens are sampled from its nucleus, and log-probabilities
+                    are those among the tokens of the nucleus
         """
         length, policies, batch = uniforms.shape
         weights = self.rounded_weights(rounding)
@@ -289,6 +311,8 @@ class AttentionPolicies(Policies):
                 mixed = (attention @ values[:, :, : t + 1]).squeeze(-2)
                 x = self.after_attention(x, mixed, weights, layer, rounding)
             logits.append(self.logits(x, weights, rounding))
+            if top_p is not None:
+                logits[t] = nucleus(logits[t], top_p)
             tokens[t] = sampled(logits[t], uniforms[t])
             x = self.embedded_tokens(tokens[t], rounding) + prompt_input
         return tokens, chosen(torch.stack(logits).log_softmax(-1), tokens)
