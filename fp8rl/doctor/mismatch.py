@@ -203,7 +203,8 @@ class MismatchReport(NamedTuple):
                 f"rounding or bug: no symptom, but {self.words_on_bits()}",
                 "  4-bit weights, a cache of 2 bits and FP8 in many layers do this; so do old "
                 "weights, weights that were not sent, dropout and another rope_theta",
-                "  say what both programs compute in, as in --precision bf16, and give advantages",
+                "  say what both programs compute in, as in --precision bf16"
+                + ("" if self.has_advantages else ", and give advantages"),
             ]
         lines = []
         for kind in self.causes:
