@@ -35,6 +35,12 @@ WEIGHTS = {
         [[2, 0.6, 1], [2, 2, 2], [0.4, 0.4, 0]],  # the ratio of 4 is truncated
         [[2, 2, 2], [2, 2, 2], [0.16, 0.16, 0]],  # B's product is truncated
     ],
+    # A's advantage is positive: 4 is above 1.2. C's is negative: 0.4 is below 0.8.
+    "trl-async": [[[0, 0.6, 1], [2, 2, 2], [0, 0, 0]]],
+    "verl-async": [
+        [[0, 0.6, 1], [2, 2, 2], [0, 0, 0]],
+        [[1, 1, 1], [1, 1, 1], [1, 1, 0]],
+    ],
     "openrlhf": [
         [[1, 1, 1], [1, 1, 1], [1, 1, 0]],
         [[4, 0.6, 1], [2, 2, 2], [0, 0, 0]],  # ratios of 0.4 are below 0.5
@@ -42,7 +48,6 @@ WEIGHTS = {
         [[4, 0.6, 1], [2, 2, 2], [0.5, 0.5, 0]],
     ],
     "areal": [
-        # A's advantage is positive: 4 is above 1.2. C's is negative: 0.4 is below 0.8.
         [[0, 0.6, 1], [2, 2, 2], [0, 0, 0]],
         [[1, 1, 1], [1, 1, 1], [1, 1, 0]],
         [[4, 0.6, 1], [2, 2, 2], [0.4, 0.4, 0]],
@@ -113,10 +118,10 @@ def test_huge_ratios_and_nothing_left_are_reported():
     actor = np.full((2, 3), -9000.0)
     learner = np.full((2, 3), -1.0)
     with np.errstate(all="raise", under="ignore"):
-        reports = [like(stack, learner, actor) for stack in RULES]
-    assert "nothing is left to learn from" in str(reports[0])
-    assert reports[0].as_dict()["outcomes"][0]["sample_size"] is None
-    assert reports[4].outcomes[1].sample_size == pytest.approx(1)
+        reports = {stack: like(stack, learner, actor) for stack in RULES}
+    assert "nothing is left to learn from" in str(reports["trl"])
+    assert reports["trl"].as_dict()["outcomes"][0]["sample_size"] is None
+    assert reports["nemo-rl"].outcomes[1].sample_size == pytest.approx(1)
 
 
 def test_the_clip_needs_advantages_and_says_so():

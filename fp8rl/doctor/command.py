@@ -245,7 +245,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
     )
     dump.add_argument(
         "--like",
-        choices=("trl", "verl", "openrlhf", "areal", "nemo-rl"),
+        choices=("trl", "verl", "trl-async", "verl-async", "openrlhf", "areal", "nemo-rl"),
         help="also say what this stack would do with the dump: which tokens it drops or weighs",
     )
     dump.add_argument(

@@ -94,6 +94,8 @@ LEADING = {
     "repetition": ("beginning", "last token"),
 }
 OF_PLACES = ("padding", "template", "beginning", "last token", "trend")
+STARTS = ("beginning", "template")
+NEARLY_SEEN = 0.8  # of the limit
 MUCH_STRONGER = 2.0  # times as far above its limit
 # These say that something is wrong, the other kinds say what.
 VAGUE = ("mean ratio", "heavy tail", "precision", "other")
@@ -453,7 +455,10 @@ def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, list[str]]:
     if not symptoms:
         return "not judged", []
     seen = [symptom for symptom in symptoms if symptom.is_seen]
-    if any(symptom.kind in ("beginning", "template") for symptom in seen):
+    if seen:
+        # That there is a bug is certain, so a weaker symptom is enough to say where it begins.
+        seen = [x for x in symptoms if x.is_seen or (x.kind in STARTS and x.excess > NEARLY_SEEN)]
+    if any(symptom.kind in STARTS for symptom in seen):
         # Another prompt makes log-probabilities as unlike as other labels do, but from a place on.
         seen = [symptom for symptom in seen if symptom.name != OTHER_LABELS]
     kinds = list(dict.fromkeys(symptom.kind for symptom in seen))

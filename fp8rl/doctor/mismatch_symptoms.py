@@ -260,8 +260,8 @@ def coarse(gap: Gap) -> Symptom:
     """Is the gap larger than any arithmetic in use makes it?"""
     bits = robust_bits(gap)
     says = (
-        f"arithmetic with {max(bits, 0):.1f} bits of mantissa would make such a gap: FP8 leaves 2 "
-        "or 3, and 4-bit formats leave about 1"
+        f"arithmetic with {max(bits, 0):.1f} bits of mantissa would make such a gap, and formats "
+        f"in use leave more than {FEWEST_BITS:g}"
     )
     # Where all log-probabilities are alike, their spread says nothing of arithmetic.
     is_small = np.square(gap.log_ratio[gap.mask]).mean() ** 0.5 < SMALL

@@ -33,6 +33,7 @@ TRUNCATE = "truncate"
 CLIP = "clip"  # as PPO's: the gradient is 0 beyond the bound on the side of the advantage
 LARGEST_LOG = 700.0  # exp overflows above it
 MOST_PLACES = 10  # dropped tokens that a report lists
+SMALL = 0.5  # mean weight of which a line says what it means
 MOST_IN_LINE = 3  # places that a line names
 
 
@@ -84,6 +85,19 @@ RULES = {
             Rule("rollout_correction.rollout_is=null"),
             Rule("rollout_is=token", TOKEN, TOKEN, TRUNCATE, upper=2.0, limit=20.0),
             Rule("rollout_is=sequence", PRODUCT, PRODUCT, TRUNCATE, upper=2.0, limit=20.0),
+        ),
+    ),
+    "trl-async": Stack(
+        "TRL's async_grpo",
+        "1.16.0",
+        (Rule("epsilon=0.2", TOKEN, TOKEN, CLIP, 0.8, 1.2),),
+    ),
+    "verl-async": Stack(
+        "verl's fully_async_policy and one_step_off_policy",
+        "0.9.1",
+        (
+            Rule("rollout_correction.bypass_mode=true", TOKEN, TOKEN, CLIP, 0.8, 1.2),
+            Rule("bypass_mode=false"),
         ),
     ),
     "openrlhf": Stack(
@@ -198,7 +212,7 @@ def like(
         >>> default.dropped_sequences  # exp(1.5) is above 3
         1
 
-    `stack`  trl, verl, openrlhf, areal or nemo-rl
+    `stack`  trl, trl-async, verl, verl-async, openrlhf, areal or nemo-rl
 
     The other arguments are those of `mismatch`. Raises ValueError as `mismatch` does.
     """
@@ -219,6 +233,8 @@ def beyond_caps(log_ratio: np.ndarray, mask: np.ndarray) -> dict[str, float]:
     shares = {}
     for name in RULES:
         rule = capped_rule(name)
+        if rule is None:
+            continue
         _, is_dropped, is_truncated = weigh(rule, log_ratio, mask, None)
         is_beyond = is_dropped | is_truncated
         if rule.gate == TOKEN:
@@ -229,9 +245,10 @@ def beyond_caps(log_ratio: np.ndarray, mask: np.ndarray) -> dict[str, float]:
     return shares
 
 
-def capped_rule(name: str) -> Rule:
-    """The first rule of a stack that drops or truncates."""
-    return next(rule for rule in RULES[name].rules if rule.action in (DROP, TRUNCATE))
+def capped_rule(name: str) -> Rule | None:
+    """The first rule of a stack that drops or truncates, if it has one."""
+    rules = (rule for rule in RULES[name].rules if rule.action in (DROP, TRUNCATE))
+    return next(rules, None)
 
 
 def caps_line(shares: dict[str, float]) -> str:
@@ -374,9 +391,12 @@ def lines_of(outcome: Outcome, is_default: bool) -> list[str]:
         return lines
     total = outcome.tokens if outcome.sample_unit == "tokens" else outcome.sequences
     left = outcome.sample_size * total
+    size = ""
+    if outcome.mean_weight < SMALL:
+        size = f", so the gradient is about {outcome.mean_weight:.2g} times as large"
     lines += [
         f"    weights: mean {outcome.mean_weight:.3g}, from {outcome.smallest_weight:.3g} to "
-        f"{outcome.largest_weight:.3g}",
+        f"{outcome.largest_weight:.3g}{size}",
         f"    effective sample size left: {amount(left)} of {total:,} {outcome.sample_unit} "
         f"({outcome.sample_size:.2%})",
     ]
