@@ -211,7 +211,9 @@ class MismatchReport(NamedTuple):
         lines = []
         for kind in self.causes:
             lines.append(f"{'also' if lines else 'bug'} ({kind}): {MEANING[kind]}")
-            lines += [f"  {line_of(x)}" for x in self.symptoms if x.is_seen and x.kind == kind]
+            least = NEARLY_SEEN if kind in STARTS else 1.0
+            of_kind = [x for x in self.symptoms if x.kind == kind and x.excess > least]
+            lines += [f"  {line_of(symptom)}" for symptom in of_kind]
         others = [x for x in self.symptoms if x.is_seen and x.kind not in self.causes]
         lines += [f"  {line_of(symptom)}" for symptom in others]
         return lines
@@ -455,9 +457,6 @@ def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, list[str]]:
     if not symptoms:
         return "not judged", []
     seen = [symptom for symptom in symptoms if symptom.is_seen]
-    if seen:
-        # That there is a bug is certain, so a weaker symptom is enough to say where it begins.
-        seen = [x for x in symptoms if x.is_seen or (x.kind in STARTS and x.excess > NEARLY_SEEN)]
     if any(symptom.kind in STARTS for symptom in seen):
         # Another prompt makes log-probabilities as unlike as other labels do, but from a place on.
         seen = [symptom for symptom in seen if symptom.name != OTHER_LABELS]
@@ -467,7 +466,10 @@ def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, list[str]]:
     for leading, beside in LEADING.items():
         if leading in kinds:
             return "bug", [leading, *(kind for kind in beside if kind in kinds)]
-    named = [kind for kind in kinds if kind not in VAGUE]
+    # That there is a bug is certain, so a weaker symptom is enough to say where it begins.
+    starts = [x.kind for x in symptoms if x.kind in STARTS and x.excess > NEARLY_SEEN]
+    named = [kind for kind in (*kinds, *starts) if kind not in VAGUE]
+    named = list(dict.fromkeys(named))
     if is_mostly_a_tail(symptoms):
         named.insert(0, "heavy tail")
     if len(named) > 1 and "trend" in named:
