@@ -17,7 +17,9 @@ from helpers import refused
 
 from fp8rl.bits import mismatch
 from fp8rl.doctor import command as doctor
-from fp8rl.doctor.mismatch import MEANING
+from fp8rl.doctor.mismatch import MEANING, judge
+from fp8rl.doctor.mismatch_gap import Gap, Symptom
+from fp8rl.doctor.mismatch_symptoms import OTHER_LABELS
 
 LEARNER = np.log([[0.5, 0.2, 0.9], [0.3, 0.6, 0.1]])
 ACTOR = np.log([[0.4, 0.25, 0.9], [0.35, 0.4, 0.2]])
@@ -438,6 +440,18 @@ def test_a_gap_that_begins_in_a_column_of_the_rows_is_found_where_prompts_differ
     assert mismatch(logp + noise, logp, mask).verdict == "rounding"
     report = mismatch(logp + noise * np.where(np.arange(200) >= 128, 8, 1), logp, mask)
     assert report.kind == "template" and "from column 128 of the rows on" in str(report)
+
+
+def test_a_weak_beginning_is_named_beside_a_certain_bug_but_not_in_place_of_a_shift():
+    gap = Gap(np.full((2, 2), -1.0), np.full((2, 2), -1.5), np.ones((2, 2), bool), 0.0)
+    weak = Symptom("a large beginning", "beginning", 0.9, 1.0, "")
+    unlike = Symptom("unlike log-probabilities", "other", 2.0, 1.0, "")
+    labels = Symptom(OTHER_LABELS, "shift", 2.0, 1.0, "")
+    assert judge(gap, [weak]) == ("rounding", [])
+    assert judge(gap, [unlike, weak]) == ("bug", ["beginning"])
+    assert judge(gap, [labels, weak]) == ("bug", ["shift"])
+    # Another prompt makes log-probabilities as unlike as other labels do.
+    assert judge(gap, [labels, weak._replace(value=1.1)]) == ("bug", ["beginning"])
 
 
 def test_a_temperature_beside_truncation_and_one_that_makes_the_mean_ratio_large():
