@@ -84,8 +84,8 @@ MEANING = {
     "other": "the gap is larger than rounding makes it, and nothing says why. Dropout in the "
     "learner, old weights and another prompt do this.",
 }
-# A bug of one of these kinds often has symptoms of other kinds, too. The first is named, and beside
-# it only the kinds that it does not explain.
+# A bug of one of these kinds often has symptoms of other kinds, too. The first one seen is named,
+# and beside it only the kinds in brackets, which it does not explain.
 LEADING = {
     "shift": (),
     "temperature": ("truncation",),
@@ -93,10 +93,11 @@ LEADING = {
     "stale": (),
     "repetition": ("beginning", "last token"),
 }
+# Kinds of bugs that are larger in some sequences or at some positions, and those that have a start.
 OF_PLACES = ("padding", "template", "beginning", "last token", "trend")
 STARTS = ("beginning", "template")
 NEARLY_SEEN = 0.8  # of the limit
-MUCH_STRONGER = 2.0  # times as far above its limit
+MUCH_STRONGER = 2.0  # by what factor a heavy tail must exceed its limit further than others theirs
 # These say that something is wrong, the other kinds say what.
 VAGUE = ("mean ratio", "heavy tail", "precision", "other")
 
@@ -268,7 +269,7 @@ def line_of(symptom: Symptom) -> str:
     """What a symptom says, and how much of the gap it explains."""
     if not symptom.share > LEAST_SHARE:  # or NaN
         return symptom.says
-    return f"{symptom.says}; explains {symptom.share:.0%} of the squared gap"
+    return f"{symptom.says.removesuffix('.')}; explains {symptom.share:.0%} of the squared gap"
 
 
 def mismatch(
