@@ -449,7 +449,9 @@ def test_a_weak_beginning_is_named_beside_a_certain_bug_but_not_in_place_of_a_sh
     labels = Symptom(OTHER_LABELS, "shift", 2.0, 1.0, "")
     assert judge(gap, [weak]) == ("rounding", [])
     assert judge(gap, [unlike, weak]) == ("bug", ["beginning"])
+    last = Symptom("the last token", "last token", 2.0, 1.0, "")
     assert judge(gap, [labels, weak]) == ("bug", ["shift"])
+    assert judge(gap, [last, weak]) == ("bug", ["last token"])
     # Another prompt makes log-probabilities as unlike as other labels do.
     assert judge(gap, [labels, weak._replace(value=1.1)]) == ("bug", ["beginning"])
 

@@ -467,10 +467,11 @@ def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, list[str]]:
     for leading, beside in LEADING.items():
         if leading in kinds:
             return "bug", [leading, *(kind for kind in beside if kind in kinds)]
-    # That there is a bug is certain, so a weaker symptom is enough to say where it begins.
-    starts = [x.kind for x in symptoms if x.kind in STARTS and x.excess > NEARLY_SEEN]
-    named = [kind for kind in (*kinds, *starts) if kind not in VAGUE]
-    named = list(dict.fromkeys(named))
+    named = [kind for kind in kinds if kind not in VAGUE]
+    if not named:
+        # That there is a bug is certain, so a weaker symptom is enough to say where it begins.
+        starts = [x.kind for x in symptoms if x.kind in STARTS and x.excess > NEARLY_SEEN]
+        named = list(dict.fromkeys(starts))
     if is_mostly_a_tail(symptoms):
         named.insert(0, "heavy tail")
     if len(named) > 1 and "trend" in named:
