@@ -28,7 +28,7 @@ class Categorical:
     """Distribution of actions int64 [..., B] from logits float32 [..., B, A].
 
     Logits of actions that are masked out may be -inf, but not all logits. `log_policy` has the
-    log-probabilities of all actions, [..., B, A].
+    log-probabilities of all actions, [A, ..., B].
     """
 
     ENTROPY_COEF = 0.01  # weight of the entropy bonus, unless the config sets one
@@ -36,7 +36,7 @@ class Categorical:
     def __init__(self, logits: torch.Tensor):
         # Actions come first in memory, because torch's kernel over the last dimension works row by
         # row.
-        self.log_policy = logits.movedim(-1, 0).contiguous().log_softmax(0).movedim(0, -1)
+        self.log_policy = logits.movedim(-1, 0).contiguous().log_softmax(0)
 
     @staticmethod
     def numbers(num_actions: int) -> int:
@@ -68,13 +68,13 @@ class Categorical:
 
     def log_prob(self, action: torch.Tensor) -> torch.Tensor:
         """Log-probabilities [..., B] of actions."""
-        return self.log_policy.movedim(-1, 0).gather(0, action.unsqueeze(0)).squeeze(0)
+        return self.log_policy.gather(0, action.unsqueeze(0)).squeeze(0)
 
     def entropy(self) -> torch.Tensor:
         """Entropies [..., B] in nats."""
         # An action with the logit -inf has probability 0 and adds nothing, but 0 * -inf is NaN.
         finite = self.log_policy.clamp(min=torch.finfo(self.log_policy.dtype).min)
-        return -(self.log_policy.exp() * finite).sum(-1)
+        return -(self.log_policy.exp() * finite).sum(0)
 
 
 class Gaussian:

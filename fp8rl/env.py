@@ -21,6 +21,7 @@ the first observation of the next episode with reward 0. So the final observatio
 
 import torch
 
+from .constants import constant
 from .distribution import Categorical
 from .rng import rows
 from .state import TensorState
@@ -32,17 +33,11 @@ MAX_STEPS = 200
 # Lowest and highest position and velocity.
 STATE_BOUNDS = (-2 * LIMIT, -1.9), (2 * LIMIT, 1.9)
 
-
-def _constant(number: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A number as a tensor, because torch would convert a Python number at every call."""
-    return torch.tensor(number, dtype=dtype, device="cpu")
-
-
-_PUSH = _constant(PUSH)
-_DAMPING = _constant(DAMPING)
-_LIMIT = _constant(LIMIT)
-_ONE = _constant(1)
-_ONE_STEP = _constant(1, torch.int32)
+_PUSH = constant(PUSH)
+_DAMPING = constant(DAMPING)
+_LIMIT = constant(LIMIT)
+_ONE = constant(1)
+_ONE_STEP = constant(1, torch.int32)
 
 
 def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
@@ -128,7 +123,7 @@ class TensorEnv(TensorState):
         """
         if start is None:
             start = self.draw(1)[0]
-        self._max_steps = _constant(self.max_steps, torch.int32)
+        self._max_steps = constant(self.max_steps, torch.int32)
         self.state = start[:, : self.state_size]
         self.obs = self._observe(start)
         self.elapsed = torch.zeros(self.num_envs, dtype=torch.int32, device=self.device)

@@ -50,12 +50,22 @@ from typing import NamedTuple
 import torch
 
 from . import kernels
+from .constants import constant
 from .distribution import distribution_of
-from .rollout import TERMINATED, TRUNCATED, Rollout
+from .rollout import NO_FLAGS, TERMINATED, TRUNCATED, Rollout
 
 # Added to the standard deviation of the advantages before they are divided by it, so that the noise
 # of almost equal advantages is not magnified.
 FLOOR = 0.05
+_FLOOR = constant(FLOOR)
+_ONE = constant(1)
+_HALF = constant(0.5)
+_ZERO = constant(0)
+# The flags at which nothing follows a row, by `bootstrap_truncation`.
+_FINAL = {
+    True: constant(TERMINATED, torch.uint8),
+    False: constant(TERMINATED | TRUNCATED, torch.uint8),
+}
 LOWEST = torch.finfo(torch.float32).min
 
 
@@ -70,7 +80,8 @@ class Targets(NamedTuple):
 class LossCoefficients(NamedTuple):
     """The settings of the loss and of a gradient step, from a Config that is `settled`.
 
-    Each is a number, or a tensor that broadcasts against sums over time and batch (`_sum`).
+    Each is a number, or a tensor that broadcasts against sums over time and batch (`_sum`). `of`
+    makes constants of the numbers, because every update computes with them.
     """
 
     gamma: float
@@ -91,7 +102,11 @@ class LossCoefficients(NamedTuple):
             if getattr(config, name) is None:
                 reason = "which leaves it to the width or the task"
                 raise ValueError(f"{name} is None, {reason}: use config.settled(env)")
-        return cls(**{name: getattr(config, name) for name in cls._fields})
+        values = {name: getattr(config, name) for name in cls._fields}
+        for name, value in values.items():
+            if isinstance(value, float):
+                values[name] = constant(value)
+        return cls(**values)
 
 
 def vtrace(
@@ -148,11 +163,12 @@ def vtrace_fast(
 ) -> Targets:
     """A faster `vtrace`: what does not depend on the next row is computed for all rows at once."""
     next_value = _next_values(values, ended, final_values)
-    bootstrap = torch.where(discounts != 0, discounts * next_value, 0)
+    dummy = ~valid
+    bootstrap = (discounts * next_value).masked_fill_(discounts == _ZERO, 0)
     rho = torch.where(valid, log_ratios, 0).exp()
-    weight = rho.clamp(max=1) * valid
-    delta = torch.where(valid, weight * (rewards + bootstrap - values[:-1]), 0)
-    trace = discounts * lam * weight
+    weight = rho.clamp(max=1)
+    delta = (weight * (rewards + bootstrap - values[:-1])).masked_fill_(dummy, 0)
+    trace = (discounts * lam * weight).masked_fill_(dummy, 0)
     if ended is not None:
         trace = torch.where(ended, 0, trace)
     kernel = kernels.kernel("recurrence", delta.device)
@@ -185,8 +201,8 @@ def discounts_of(flags: torch.Tensor, gamma, bootstrap_truncation: bool = True) 
 
     Without `bootstrap_truncation` it is 0 at a time limit, too.
     """
-    ends = TERMINATED if bootstrap_truncation else TERMINATED | TRUNCATED
-    return gamma * ((flags & ends) == 0).float()
+    final = torch.bitwise_and(flags, _FINAL[bootstrap_truncation])
+    return gamma * (final == NO_FLAGS).float()
 
 
 def no_all_reduce(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -266,14 +282,15 @@ def actor_critic_loss(
         >>> loss.backward()
     """
     valid = rollout.valid
+    dummy = ~valid
     rows = _sum(valid.float())
     # The action of a dummy row was ignored, so it may be anything: an action that is masked out, or
     # NaN.
     executed = valid.unsqueeze(-1) if rollout.action.is_floating_point() else valid
     action = torch.where(executed, rollout.action, 0)
-    policy = distribution_of(action)(outputs.split((len(valid), 1))[0])
+    policy = distribution_of(action)(outputs[:-1])
     logp = torch.where(valid, policy.log_prob(action), 0)
-    log_ratios = torch.where(valid, logp.detach() - rollout.behavior_logp, 0)
+    log_ratios = (logp.detach() - rollout.behavior_logp).masked_fill_(dummy, 0)
 
     # Targets and advantages.
     discounts = discounts_of(rollout.flags, coefficients.gamma, coefficients.bootstrap_truncation)
@@ -285,49 +302,54 @@ def actor_critic_loss(
     count, advantage_sum = all_reduce([rows, _sum(advantage)])
     count = count.clamp(min=1)
     if coefficients.normalize_advantage:
-        advantage = torch.where(valid, advantage - advantage_sum / count, 0)
-        (squares,) = all_reduce([_sum(advantage.square())])
-        advantage = advantage / ((squares / count).sqrt() + FLOOR)
-    is_clipped = torch.zeros_like(valid)
+        advantage = (advantage - advantage_sum / count).masked_fill_(dummy, 0)
+        (squares,) = all_reduce([_sum(advantage * advantage)])
+        advantage = advantage / ((squares / count).sqrt() + _FLOOR)
+    clipped_rows = torch.zeros_like(rows)
     if coefficients.clip is not None:
         # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which
         # the advantage pushes it.
         clip_log_ratios = log_ratios
         if rollout.proximal_logp is not None:
-            clip_log_ratios = torch.where(valid, logp.detach() - rollout.proximal_logp, 0)
-        counts = (clip_log_ratios.exp() - 1) * advantage.sign() < coefficients.clip
+            clip_log_ratios = (logp.detach() - rollout.proximal_logp).masked_fill_(dummy, 0)
+        counts = (clip_log_ratios.exp() - _ONE) * advantage.sign() < coefficients.clip
         advantage = advantage * counts
-        is_clipped = valid & ~counts
+        clipped_rows = _sum((valid > counts).float())  # for bools, a > b means "a and not b"
 
     # The loss. The policy loss has no factor rho, because V-trace's min(1, rho) is in the
     # advantage.
     policy_loss = -_sum(logp * advantage) / count
     error = torch.where(valid, values[:-1] - target, 0)
-    value_loss = 0.5 * _sum(error.square()) / count
-    entropy = _sum(torch.where(valid, policy.entropy(), 0)) / count
+    value_loss = _HALF * _sum(error * error) / count
+    entropy = _sum(policy.entropy().masked_fill_(dummy, 0)) / count
     loss = policy_loss + coefficients.value_coef * value_loss - coefficients.entropy_coef * entropy
 
     # Statistics. A dummy row has log rho = 0 here, so rho - 1 is 0, too.
-    excess = log_ratios.expm1()  # rho - 1, exact also where rho is almost 1
-    mean_ratio = (rows + _sum(excess)) / count
-    k3 = _sum(excess - log_ratios) / count
-    smallest = _extreme(torch.amin, torch.where(valid, log_ratios, torch.inf))
-    log_ratios = torch.where(valid, log_ratios, -torch.inf)
-    largest = _extreme(torch.amax, log_ratios).clamp(min=LOWEST)
-    scaled_ratio = (log_ratios - largest).exp()  # the scale cancels, and nothing overflows
-    statistics = {
-        "policy_loss": policy_loss,
-        "value_loss": value_loss,
-        "entropy": entropy,
-        "min_logp": _extreme(torch.amin, torch.where(valid, logp, torch.inf)),
-        "ess": _sum(scaled_ratio).square() / (rows * _sum(scaled_ratio.square())).clamp(min=1),
-        "mean_ratio": mean_ratio,
-        "min_ratio": smallest.exp(),
-        "max_ratio": largest.exp(),
-        "k3": k3,
-        "clip_fraction": _sum(is_clipped.float()) / count,
-    }
-    return _squeezed(loss), {name: _squeezed(x.detach()) for name, x in statistics.items()}
+    with torch.no_grad():
+        excess = log_ratios.expm1()  # rho - 1, exact also where rho is almost 1
+        mean_ratio = (rows + _sum(excess)) / count
+        k3 = _sum(excess - log_ratios) / count
+        smallest = _extreme(torch.amin, torch.where(valid, log_ratios, torch.inf))
+        log_ratios.masked_fill_(dummy, -torch.inf)
+        largest = _extreme(torch.amax, log_ratios).clamp(min=LOWEST)
+        scaled_ratio = (log_ratios - largest).exp()  # the scale cancels, and nothing overflows
+        scaled_sum = _sum(scaled_ratio)
+        scaled_squares = _sum(scaled_ratio * scaled_ratio)
+        statistics = {
+            "policy_loss": policy_loss,
+            "value_loss": value_loss,
+            "entropy": entropy,
+            "min_logp": _extreme(torch.amin, torch.where(valid, logp, torch.inf)),
+            "ess": scaled_sum * scaled_sum / (rows * scaled_squares).clamp(min=1),
+            "mean_ratio": mean_ratio,
+            "min_ratio": smallest.exp(),
+            "max_ratio": largest.exp(),
+            "k3": k3,
+            "clip_fraction": clipped_rows / count,
+        }
+        numbers = torch.cat([*statistics.values()]).squeeze(-1)
+        statistics = dict(zip(statistics, numbers.unbind(), strict=True))
+    return _squeezed(loss), statistics
 
 
 def _squeezed(x: torch.Tensor) -> torch.Tensor:

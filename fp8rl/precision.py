@@ -36,6 +36,7 @@ import torch
 from torch import nn
 
 from . import fp8
+from .constants import constant
 
 # GradScaler's default, 2000, is more steps than a run of the cart takes, so the scale would never
 # grow.
@@ -153,6 +154,23 @@ def float32_matmuls(device="cpu", tf32: bool = False):
                     set_switch(*switch, change.own_before)
 
 
+_EPS = constant(1e-6)
+
+
+def clip_gradients(parameters: list[nn.Parameter], max_norm) -> torch.Tensor:
+    """Scales the gradients of parameters on one device so that their L2 norm together is at most
+    `max_norm`, a number or a tensor.
+
+    Returns the norm before. It computes the same bit for bit as `nn.utils.clip_grad_norm_`, with
+    fewer calls.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    coefficient = max_norm * (norm + _EPS).reciprocal()
+    torch._foreach_mul_(gradients, coefficient.clamp(max=1))
+    return norm
+
+
 class StepReport(NamedTuple):
     """The result of one optimizer step, scalar tensors on the device."""
 
@@ -250,7 +268,7 @@ class Precision:
             for p, gradient in zip(parameters, gradients, strict=True):
                 p.grad = gradient
         self.scaler.unscale_(optimizer)
-        grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+        grad_norm = clip_gradients(parameters, max_grad_norm)
         self.scaler.step(optimizer)
         self.scaler.update()
         skipped = self.scaler.scale(one) < scale_before  # only a skip makes the scale smaller

@@ -23,7 +23,8 @@ class RewardScale(TensorState):
 
     `open` is G of each environment, float32 [N]. `square`, float32 [2, 1], holds two running means,
     that of G^2 and that of the constant 1. Both start from 0, so their quotient is unbiased from
-    the first step on, as in Adam.
+    the first step on, as in Adam. `scale`, float32 [1], is the factor by which rewards are
+    multiplied. It is 1 as long as there were no rewards, or only rewards of 0.
     """
 
     NAMES = ("open", "square")
@@ -32,15 +33,16 @@ class RewardScale(TensorState):
     def __init__(self, num_envs: int | tuple[int, ...], device="cpu"):
         self.open = torch.zeros(num_envs, dtype=torch.float32, device=device)
         self.square = torch.zeros(2, *self.open.shape[:-1], 1, dtype=torch.float32, device=device)
+        self.scale = self._scale()
 
-    @property
-    def scale(self) -> torch.Tensor:
-        """The factor by which rewards are multiplied, float32 [1].
-
-        It is 1 as long as there were no rewards, or only rewards of 0.
-        """
+    def _scale(self) -> torch.Tensor:
+        """The scale that follows from the running means."""
         mean_square, mean_one = self.square
         return (mean_square / mean_one).rsqrt().nan_to_num(nan=1, posinf=1)
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        super().load_state_dict(state)
+        self.scale = self._scale()
 
     def add(self, rollout: Rollout, gamma, all_reduce: Callable) -> None:
         """Adds the rewards of the next rollout, with the discount `gamma`.
@@ -73,6 +75,8 @@ class RewardScale(TensorState):
         squares, steps = all_reduce([squares, steps])
         mean = torch.stack((squares, steps)) / steps
         self.square.lerp_(mean, 1 - self.DECAY ** len(G))
+        # Once a rollout, because every update reads it.
+        self.scale = self._scale()
 
 
 class EpisodeReturns(TensorState):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from .constants import constant
 from .precision import Precision
 from .rng import rows
 
@@ -22,6 +23,9 @@ from .rng import rows
 TERMINATED = 1
 TRUNCATED = 2
 DUMMY = 4
+_DUMMY = constant(DUMMY, torch.uint8)
+_ENDS = constant(TERMINATED | TRUNCATED, torch.uint8)
+NO_FLAGS = constant(0, torch.uint8)
 # The largest magnitudes of observations and rewards that float32 can learn from (norms square the
 # gradient), each with a wrapper of Gymnasium that scales larger ones down.
 LARGEST_ALLOWED = {"obs": (1e8, "NormalizeObservation"), "reward": (1e15, "NormalizeReward")}
@@ -43,12 +47,12 @@ class Rollout(NamedTuple):
     @property
     def valid(self) -> torch.Tensor:
         """bool [T, B]: True where the action was actually executed."""
-        return (self.flags & DUMMY) == 0
+        return torch.bitwise_and(self.flags, _DUMMY) == NO_FLAGS
 
     @property
     def ended(self) -> torch.Tensor:
         """bool [T, B]: True where the action ended its episode."""
-        return (self.flags & (TERMINATED | TRUNCATED)) != 0
+        return torch.bitwise_and(self.flags, _ENDS) != NO_FLAGS
 
     @property
     def first(self) -> torch.Tensor:

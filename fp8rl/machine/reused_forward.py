@@ -72,8 +72,8 @@ class FastActorCritic(ActorCritic):
             results = hidden @ weight.T + bias  # with a bias, cuBLAS is slow for few columns
         else:
             results = linear(hidden, weight, bias)
-        results = results.float()
-        return self.outputs(results[..., :-1]), results[..., -1]
+        actor, critic = results.float().split([len(self.actor.weight), 1], dim=-1)
+        return self.outputs(actor), critic.squeeze(-1)
 
 
 class NormalizedFast(Normalized, FastActorCritic):
