@@ -43,7 +43,7 @@ _ONE_STEP = constant(1, torch.int32)
 def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
     """One step of the physics, to the next states.
 
-    `state`: positions and velocities, float32 [..., 2]. `action`: 0 or 1, [...].
+    `state`: positions and velocities, float32 [..., 2]. `action`: 0 or 1, [...], of any type.
     """
     position, velocity = state.unbind(-1)
     velocity = torch.add(velocity, action, alpha=2 * PUSH) - _PUSH  # -0.1 for action 0, 0.1 for 1
@@ -75,6 +75,9 @@ class TensorEnv(TensorState):
         num_actions   number of actions; with `distribution` Gaussian, dimensions of an action in
                       [-1, 1]
         discount      discount of the returns that an evaluation reports, 1 by default
+        computes_with_actions
+                      whether `advance` also takes the actions 0 and 1 as float32, because it only
+                      computes with them; False by default
 
     An environment holds `state`, float32 [N, state_size], `obs`, float32 [N, F], and `done`, bool
     [N]. `done` is True where the last step ended the episode, so that the next step resets.
@@ -86,6 +89,7 @@ class TensorEnv(TensorState):
     NAMES = ("state", "obs", "elapsed", "done")
     distribution = Categorical
     discount = 1.0
+    computes_with_actions = False
     channels = 0
 
     def __init__(self, num_envs: int, device="cpu", seed=0, purpose: str = "starts"):
@@ -124,6 +128,8 @@ class TensorEnv(TensorState):
         if start is None:
             start = self.draw(1)[0]
         self._max_steps = constant(self.max_steps, torch.int32)
+        # On the device, because `torch.where` would copy a number there at every call.
+        self._no_reward = torch.zeros((), dtype=torch.float32, device=self.device)
         self.state = start[:, : self.state_size]
         self.obs = self._observe(start)
         self.elapsed = torch.zeros(self.num_envs, dtype=torch.int32, device=self.device)
@@ -162,11 +168,11 @@ class TensorEnv(TensorState):
         self.state = torch.where(self.done.unsqueeze(-1), start_state, next_state)
         self.obs = self._observe(start)
         self.elapsed.add_(_ONE_STEP).masked_fill_(self.done, 0)
-        reward = reward.masked_fill(self.done, 0)
+        reward = torch.where(self.done, self._no_reward, reward)
         # For bools, a > b means "a and not b".
         terminated = terminated > self.done
         truncated = (self.elapsed >= self._max_steps) > terminated
-        self.done = terminated | truncated
+        self.done = torch.bitwise_or(terminated, truncated)
         return self.obs, reward, terminated, truncated
 
     def _observe(self, start: torch.Tensor) -> torch.Tensor:
@@ -197,6 +203,7 @@ class Cart(TensorEnv):
     num_actions = 2
     max_steps = MAX_STEPS
     state_size = 2
+    computes_with_actions = True
 
     def __init__(
         self,

@@ -118,6 +118,13 @@ def action_noise(env, length: int, seed, purpose: str, iteration: int) -> torch.
     return env.distribution.noise(rows(seed, purpose, iteration, shape, env.device))
 
 
+def sampler_of(env):
+    """The function that samples the actions of an environment, in the form that suits it best."""
+    if env.computes_with_actions:
+        return env.distribution.sample_numbers
+    return env.distribution.sample
+
+
 @contextlib.contextmanager
 def inference(env):
     """Inference mode, for stepping an environment.
@@ -150,9 +157,10 @@ def unroll(model, env, noise, starts, state):
     rewards = []
     ends = []
     resets_first = env.done  # the first step resets where the last rollout ended an episode
+    sample = sampler_of(env)
     for step_noise, start in zip(noise.unbind(), starts, strict=True):
         output, state = model.policy(env.obs, state)
-        action = env.distribution.sample(output, step_noise)
+        action = sample(output, step_noise)
         if state is not None:
             # Where this step resets, a new episode begins, in which the policy's state is 0.
             state = torch.where(env.done.unsqueeze(-1), 0, state)
@@ -167,7 +175,8 @@ def unroll(model, env, noise, starts, state):
     flags = TERMINATED * ends[:, 0] + TRUNCATED * ends[:, 1]
     resets = torch.cat((resets_first.unsqueeze(0), flags[:-1] != 0))
     flags += DUMMY * resets.byte()
-    results = (torch.stack(obs), torch.stack(actions), torch.stack(rewards), flags)
+    actions = env.distribution.actions(torch.stack(actions))
+    results = (torch.stack(obs), actions, torch.stack(rewards), flags)
     return (*results, torch.stack(outputs)), state
 
 
@@ -235,13 +244,11 @@ class Collector:
         starts = self.env.draw(self.length)
         self.rollouts += 1
         state_before = self.state
-        mode = contextlib.nullcontext()
-        policy = self.model
-        if self.loop is unroll:
-            mode = inference(self.env)
-            policy = self.model.acting()
+        unrolls = self.loop is unroll
+        mode = inference(self.env) if unrolls else contextlib.nullcontext()
         # One region for the whole loop, so that autocast casts the weights only once.
         with mode, self.precision.autocast():
+            policy = self.model.acting() if unrolls else self.model
             results, state = self.loop(policy, self.env, noise, starts, state_before)
         obs, action, reward, flags, outputs = map(_usable, results)
         self.state = _usable(state)

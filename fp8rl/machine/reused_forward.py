@@ -39,7 +39,7 @@ class FastActorCritic(ActorCritic):
         """The object whose `policy` acts in one rollout, with the weights as they are now.
 
         It does not call the modules. With few rows, the calls would take as long as the arithmetic.
-        In FP8 it quantizes the weights only once.
+        In FP8 it quantizes the weights only once. It is made and used in one autocast region.
         """
         if not acts_without_calls(self):
             return self
@@ -118,10 +118,17 @@ def has_hooks(layer: nn.Module) -> bool:
 
 
 def as_function(layer: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A layer as a function, for as long as its weights stay as they are now."""
+    """A layer as a function of rows [N, inputs], for as long as its weights stay as they are now.
+
+    It is made in the autocast region in which it is used.
+    """
     if isinstance(layer, Float8Linear):
         return layer.held()
-    return functools.partial(linear, weight=layer.weight, bias=layer.bias)
+    if torch.is_autocast_enabled(layer.weight.device.type):
+        # Autocast casts this weight once for all steps. It would cast a view of it at every step.
+        return functools.partial(linear, weight=layer.weight, bias=layer.bias)
+    weight, bias = layer.weight.t(), layer.bias
+    return lambda x: torch.addmm(bias, x, weight)
 
 
 class Reuse:
