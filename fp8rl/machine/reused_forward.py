@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from ..bits.packed_weights import Hook
+from ..bits.packed_weights import Hook, PackedParameter
 from ..fp8 import Float8Linear
 from ..model import ActorCritic
 from ..normalization import Normalized, NormalizedRecurrent
@@ -100,15 +100,18 @@ def acts_without_calls(model: FastActorCritic) -> bool:
 def needs_no_call(layer: nn.Module) -> bool:
     """Whether a layer computes the same if its weight and bias are used without calling it.
 
-    It does if it has a bias, no hooks, and no forward pass other than that of its class.
+    It does if it has a bias, weights that can be read, no hooks, and no forward pass other than
+    that of its class.
     """
-    return layer.bias is not None and "forward" not in vars(layer) and not has_hooks(layer)
+    if layer.bias is None or type(layer.weight) is PackedParameter:
+        return False
+    return "forward" not in vars(layer) and not has_hooks(layer)
 
 
 def has_hooks(layer: nn.Module) -> bool:
     """Whether there are hooks that must be called, of this layer or of all modules.
 
-    The hooks of LowBitAdam need not be called, because during a rollout the weights are unpacked.
+    The hooks of LowBitAdam need not be called while the weights are unpacked, as in a rollout.
     """
     forward = (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values())
     backward = (*layer._backward_pre_hooks.values(), *layer._backward_hooks.values())
