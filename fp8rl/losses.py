@@ -54,6 +54,20 @@ from .constants import constant
 from .distribution import distribution_of
 from .rollout import NO_FLAGS, TERMINATED, TRUNCATED, Rollout
 
+# What `actor_critic_loss` measures.
+STATISTICS = (
+    "loss",
+    "policy_loss",
+    "value_loss",
+    "entropy",
+    "min_logp",
+    "ess",
+    "mean_ratio",
+    "min_ratio",
+    "max_ratio",
+    "k3",
+    "clip_fraction",
+)
 # Added to the standard deviation of the advantages before they are divided by it, so that the noise
 # of almost equal advantages is not magnified.
 FLOOR = 0.05
@@ -252,10 +266,11 @@ def actor_critic_loss(
                        losses and entropies of the parts add up to those of the whole batch
     `compute_targets`  `vtrace_fast`, or a function with the same arguments
 
-    Returns the loss (float32 scalar) and a dict of statistics without gradient. Statistics of
-    ratios are those of rho = pi / mu over the valid rows, before V-trace truncates it.
+    Returns the loss (float32 scalar) and statistics without gradient, float32 [n] in the order of
+    STATISTICS. Statistics of ratios are those of rho = pi / mu over the valid rows, before V-trace
+    truncates it.
 
-        policy_loss, value_loss
+        loss, policy_loss, value_loss
         entropy         nats
         min_logp        smallest log-probability of an action taken
         ess             effective sample size of the ratios as a fraction of the rows, by Kish:
@@ -280,6 +295,8 @@ def actor_critic_loss(
         >>> config = Config(gamma=0.9, entropy_coef=0.01)
         >>> loss, statistics = actor_critic_loss(outputs, values, rollout, config)
         >>> loss.backward()
+        >>> statistics[STATISTICS.index("entropy")]
+        tensor(0.6931)
     """
     valid = rollout.valid
     dummy = ~valid
@@ -335,20 +352,22 @@ def actor_critic_loss(
         scaled_ratio = (log_ratios - largest).exp()  # the scale cancels, and nothing overflows
         scaled_sum = _sum(scaled_ratio)
         scaled_squares = _sum(scaled_ratio * scaled_ratio)
-        statistics = {
+        ess = scaled_sum * scaled_sum / (rows * scaled_squares).clamp(min=1)
+        min_logp = _extreme(torch.amin, torch.where(valid, logp, torch.inf))
+        numbers = {
+            "loss": loss,
             "policy_loss": policy_loss,
             "value_loss": value_loss,
             "entropy": entropy,
-            "min_logp": _extreme(torch.amin, torch.where(valid, logp, torch.inf)),
-            "ess": scaled_sum * scaled_sum / (rows * scaled_squares).clamp(min=1),
+            "min_logp": min_logp,
+            "ess": ess,
             "mean_ratio": mean_ratio,
             "min_ratio": smallest.exp(),
             "max_ratio": largest.exp(),
             "k3": k3,
             "clip_fraction": clipped_rows / count,
         }
-        numbers = torch.cat([*statistics.values()]).squeeze(-1)
-        statistics = dict(zip(statistics, numbers.unbind(), strict=True))
+        statistics = torch.cat([numbers[name] for name in STATISTICS]).squeeze(-1)
     return _squeezed(loss), statistics
 
 

@@ -29,14 +29,22 @@ from .config import Config
 from .distribution import distribution_of
 from .evaluate import Evaluator
 from .history import LOSS_TERMS, ROW_MEANS, History, summarize
-from .losses import LossCoefficients, actor_critic_loss, no_all_reduce, vtrace_fast
+from .losses import (
+    STATISTICS,
+    LossCoefficients,
+    actor_critic_loss,
+    no_all_reduce,
+    vtrace_fast,
+)
 from .model import ActorCritic
-from .precision import PRECISIONS, Precision
+from .precision import PRECISIONS, Precision, StepReport
 from .replay.ring import ReplayBuffer
 from .returns import EpisodeReturns, RewardScale
 from .rng import seed_of
 from .rollout import Collector, Rollout, check_extremes, extremes
 
+# What an update measures: the statistics of its loss and of its gradient step.
+OF_UPDATE = (*STATISTICS, *StepReport._fields)
 PATIENCE = 20  # consecutive iterations without a finite gradient before a run gives up
 ADAM_EPS = 1e-5
 
@@ -112,18 +120,19 @@ class Learner:
             self.reward_scale.add(rollout, self.coefficients.gamma, self.all_reduce)
         self.model.add_observations(rollout.obs[:-1], self.all_reduce)
 
-    def update(self, batch: Rollout) -> dict[str, torch.Tensor]:
+    def update(self, batch: Rollout) -> torch.Tensor:
         """One gradient step on a batch, which may be on any device.
 
-        Returns the statistics of the loss and of the step, as scalar tensors. With several
-        processes, the statistics of the loss are this process's part.
+        Returns the statistics of the loss and of the step, float32 [n] in the order of OF_UPDATE.
+        With several processes, the statistics of the loss are this process's part.
         """
         loss, statistics = self.loss(batch)
         max_grad_norm = self.coefficients.max_grad_norm
         report = self.precision.step(loss, self.optimizer, max_grad_norm, self.all_reduce)
-        return {"loss": loss.detach(), **statistics, **report._asdict()}
+        of_step = torch.stack([number.float() for number in report])
+        return torch.cat((statistics, of_step))
 
-    def loss(self, batch: Rollout) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(self, batch: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of a batch, which may be on any device, and its statistics."""
         batch = batch.to(self.device)
         if self.reward_scale is not None:
@@ -182,14 +191,12 @@ class Parts(NamedTuple):
 class Measurements(NamedTuple):
     """The numbers that an iteration measures, in one tensor on the learner's device.
 
-    `names`    names of the statistics of one update
     `updates`  number of updates
-    `numbers`  float64, the statistics of one update after the other, then the numbers that are
-               measured once in an iteration
+    `numbers`  float64, the statistics of one update after the other (OF_UPDATE), then the numbers
+               that are measured once in an iteration
     `extremes` the `rollout.extremes` of the iteration's rollout, on the collector's device
     """
 
-    names: tuple[str, ...]
     updates: int
     numbers: torch.Tensor
     extremes: torch.Tensor
@@ -313,7 +320,7 @@ class Run:
         """Raises ValueError for a rollout that nothing can be learned from."""
         check_extremes(rollout_extremes[0].tolist())
 
-    def improve(self, rollout: Rollout) -> list[dict[str, torch.Tensor]]:
+    def improve(self, rollout: Rollout) -> list[torch.Tensor]:
         """Learns from a new rollout and from slices of the ring. Returns each update's statistics.
 
         A subclass may have another schedule, such as several epochs over the new rollout.
@@ -345,16 +352,14 @@ class Run:
     def measure(
         self,
         rollout: Rollout,
-        updates: list[dict[str, torch.Tensor]],
+        updates: list[torch.Tensor],
         rollout_extremes: torch.Tensor,
     ) -> Measurements:
         """Gathers the measurements of an iteration in one tensor, so that the host waits for a GPU
         only once."""
-        of_updates = torch.stack([x.float() for update in updates for x in update.values()])
-        once = self.measure_once(rollout)
-        numbers = [of_updates, *once]
+        numbers = [torch.stack(updates), *self.measure_once(rollout)]
         numbers = torch.cat([x.to(self.learner.device).double().flatten() for x in numbers])
-        return Measurements(tuple(updates[0]), len(updates), numbers, rollout_extremes)
+        return Measurements(len(updates), numbers, rollout_extremes)
 
     def measure_once(self, rollout: Rollout) -> list[torch.Tensor]:
         """The numbers that are measured once in an iteration.
@@ -389,12 +394,12 @@ class Run:
         `numbers` are the numbers of the measurements, copied to the host, [n]. Each may be an
         array.
         """
-        names = measurements.names
+        size = len(OF_UPDATE)
         updates = [
-            dict(zip(names, numbers[i * len(names) :], strict=False))
+            dict(zip(OF_UPDATE, numbers[i * size :], strict=False))
             for i in range(measurements.updates)
         ]
-        returns, episodes, clipped, *outside = numbers[measurements.updates * len(names) :]
+        returns, episodes, clipped, *outside = numbers[measurements.updates * size :]
         summary = summarize(updates)
         added = (*LOSS_TERMS, *ROW_MEANS)  # over processes
         parts = np.stack([returns, episodes, clipped, *(summary[name] for name in added)])

@@ -38,7 +38,7 @@ class LowBitLearner(Learner):
         self.places = places
         self.newest: Rollout | None = None  # the newest rollout, whose observations are not stored
 
-    def loss(self, batch: Rollout) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(self, batch: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
         if "observations" in self.places and batch is not self.newest:
             obs = Through.rounded(batch.obs, self.places["observations"])
             batch = batch._replace(obs=obs)
@@ -85,7 +85,7 @@ class WatchedLearner(Learner):
             self.doctor.act(logp, rollout_here.valid.T)
         super().watch(rollout)
 
-    def update(self, batch: Rollout) -> dict[str, torch.Tensor]:
+    def update(self, batch: Rollout) -> torch.Tensor:
         plain = Learner(
             self.coefficients,
             self.model,
