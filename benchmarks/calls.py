@@ -2,8 +2,8 @@
 
 Networks are small here, so on a CPU the time is that of the calls and not that of the arithmetic. A
 count of calls does not depend on how busy the machine is. torch's profiler counts them, those that
-an operation makes itself included: `torch.where(mask, x, 0)` takes five, two of which turn the 0
-into a tensor. Counted are the defaults in float32: an update on replayed slices, a step of the
+an operation makes itself included: `torch.where(mask, x, 0)` takes five, of which only one is
+direct. Python and autograd make the direct ones. Counted are the defaults in float32: an update on replayed slices, a step of the
 rollout, a step of an evaluation, the sampling of the slices of an update, and a whole iteration.
 
     python benchmarks/calls.py benchmarks/results/calls.md
@@ -46,6 +46,7 @@ KINDS = {
     "memory and conversions": MEMORY.split(),
 }
 ARITHMETIC = "arithmetic"
+DIRECT = "of all, direct"
 
 
 def kind_of(operation: str) -> str:
@@ -57,14 +58,28 @@ def kind_of(operation: str) -> str:
 
 
 def calls_of(function: Callable) -> collections.Counter:
-    """The calls of PyTorch's operations that a function makes, by kind."""
+    """The calls of PyTorch's operations that a function makes, by kind, and the direct ones."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         function()
     calls = collections.Counter()
-    for event in profiler.key_averages():
-        if event.key.startswith("aten::"):
-            calls[kind_of(event.key)] += event.count
+    for event in profiler.events():
+        if is_operation(event):
+            calls[kind_of(event.name)] += 1
+            calls[DIRECT] += not within_operation(event)
     return calls
+
+
+def is_operation(event) -> bool:
+    """Whether an event of the profiler is a call of an operation."""
+    return event.name.startswith("aten::")
+
+
+def within_operation(event) -> bool:
+    """Whether an operation has made the call."""
+    parent = event.cpu_parent
+    while parent is not None and not is_operation(parent):
+        parent = parent.cpu_parent
+    return parent is not None
 
 
 def evaluation_steps(run: Run) -> int:
@@ -103,12 +118,13 @@ def counts(run: Run) -> dict[str, tuple[collections.Counter, int]]:
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     columns = counts(build(CONFIG))
+    kinds = (ARITHMETIC, *KINDS)
+    for calls, _ in columns.values():
+        calls["all"] = sum(calls[kind] for kind in kinds)
     rows = []
-    for kind in (ARITHMETIC, *KINDS):
+    for kind in (*kinds, "all", DIRECT):
         numbers = [calls[kind] / steps for calls, steps in columns.values()]
         rows.append([kind, *(f"{number:,.0f}" for number in numbers)])
-    totals = [sum(calls.values()) / steps for calls, steps in columns.values()]
-    rows.append(["all", *(f"{total:,.0f}" for total in totals)])
     text = table_of(("kind", *columns), rows)
     out.write_text(f"{text}\n\n`python benchmarks/calls.py {out}` on {origin()}.\n")
 
