@@ -54,7 +54,7 @@ from .constants import constant
 from .distribution import distribution_of
 from .rollout import NO_FLAGS, TERMINATED, TRUNCATED, Rollout
 
-# What `actor_critic_loss` measures.
+# What `statistics_of` makes of a loss.
 STATISTICS = (
     "loss",
     "policy_loss",
@@ -237,6 +237,41 @@ def _extreme(reduce: Callable, x: torch.Tensor) -> torch.Tensor:
     return reduce(reduce(x, 0, True), -1, True)
 
 
+class LossTerms(NamedTuple):
+    """What the loss of a batch is made of besides the network's results, without gradient.
+
+    float32 [T, B] each, with 0 in dummy rows, except `valid`, bool [T, B], and `rows` and `count`,
+    [1, 1].
+    """
+
+    advantage: torch.Tensor  # the factor of -log pi, normalized, and 0 where PPO's clip drops a row
+    target: torch.Tensor  # of the critic; in dummy rows it may be anything
+    log_ratios: torch.Tensor  # log pi - log mu
+    kept: torch.Tensor | None  # bool, whether PPO's clip lets a row count; None without a clip
+    valid: torch.Tensor
+    rows: torch.Tensor  # number of valid rows of this process
+    count: torch.Tensor  # number of valid rows of all processes, at least 1
+
+
+class Measured(NamedTuple):
+    """What a loss has measured, without gradient: `statistics_of` makes numbers of it.
+
+    The first four are [1, 1], parts of the whole batch's if there are several processes. `logp` is
+    float32 [T, B], the log-probabilities of the actions taken.
+    """
+
+    loss: torch.Tensor
+    policy_loss: torch.Tensor
+    value_loss: torch.Tensor
+    entropy: torch.Tensor
+    logp: torch.Tensor
+    log_ratios: torch.Tensor
+    kept: torch.Tensor | None
+    valid: torch.Tensor
+    rows: torch.Tensor
+    count: torch.Tensor
+
+
 def actor_critic_loss(
     outputs,
     values,
@@ -244,7 +279,7 @@ def actor_critic_loss(
     coefficients,
     all_reduce=no_all_reduce,
     compute_targets=vtrace_fast,
-):
+) -> tuple[torch.Tensor, Measured]:
     """The loss of the shared network on a rollout:
 
         policy loss + value_coef * value loss - entropy_coef * entropy
@@ -266,9 +301,103 @@ def actor_critic_loss(
                        losses and entropies of the parts add up to those of the whole batch
     `compute_targets`  `vtrace_fast`, or a function with the same arguments
 
-    Returns the loss (float32 scalar) and statistics without gradient, float32 [n] in the order of
-    STATISTICS. Statistics of ratios are those of rho = pi / mu over the valid rows, before V-trace
-    truncates it.
+    Returns the loss (float32 scalar), and what it has measured, for `statistics_of`. Dimensions
+    between time and batch stay, and the results have them.
+
+        >>> import torch
+        >>> from fp8rl.config import Config
+        >>> flags = torch.zeros(3, 4, dtype=torch.uint8)
+        >>> logp = torch.full((3, 4), -0.69)
+        >>> rollout = Rollout(torch.zeros(4, 4, 2), torch.ones(3, 4).long(), logp + 1, flags, logp)
+        >>> outputs = torch.zeros(4, 4, 2, requires_grad=True)
+        >>> values = torch.zeros(4, 4, requires_grad=True)
+        >>> config = Config(gamma=0.9, entropy_coef=0.01)
+        >>> loss, measured = actor_critic_loss(outputs, values, rollout, config)
+        >>> loss.backward()
+        >>> statistics_of(measured)[STATISTICS.index("entropy")]
+        tensor(0.6931)
+    """
+    valid = rollout.valid
+    policy = distribution_of(rollout.action)(outputs[:-1])
+    logp = torch.where(valid, policy.log_prob(executed_actions(rollout, valid)), 0)
+    terms = loss_terms(
+        logp.detach(), values.detach(), rollout, coefficients, all_reduce, compute_targets
+    )
+    error = torch.where(valid, values[:-1] - terms.target, 0)
+    return total_loss(policy, logp, error, terms, coefficients)
+
+
+def executed_actions(rollout: Rollout, valid: torch.Tensor) -> torch.Tensor:
+    """A rollout's actions, with 0 in its dummy rows.
+
+    The action of a dummy row was ignored, so it may be anything: an action that is masked out, or
+    NaN.
+    """
+    executed = valid.unsqueeze(-1) if rollout.action.is_floating_point() else valid
+    return torch.where(executed, rollout.action, 0)
+
+
+def loss_terms(
+    logp: torch.Tensor,
+    values: torch.Tensor,
+    rollout: Rollout,
+    coefficients,
+    all_reduce,
+    compute_targets,
+) -> LossTerms:
+    """Targets and advantages of a rollout, for the log-probabilities `logp` of its actions."""
+    valid = rollout.valid
+    dummy = ~valid
+    rows = _sum(valid.float())
+    log_ratios = (logp - rollout.behavior_logp).masked_fill_(dummy, 0)
+    discounts = discounts_of(rollout.flags, coefficients.gamma, coefficients.bootstrap_truncation)
+    corrected = log_ratios if coefficients.importance_correction else torch.zeros_like(log_ratios)
+    target, advantage, _ = compute_targets(
+        values, rollout.reward, discounts, corrected, valid, coefficients.lam
+    )
+    # Dummy rows hold 0, so these are sums over valid rows.
+    count, advantage_sum = all_reduce([rows, _sum(advantage)])
+    count = count.clamp(min=1)
+    if coefficients.normalize_advantage:
+        advantage = (advantage - advantage_sum / count).masked_fill_(dummy, 0)
+        (squares,) = all_reduce([_sum(advantage * advantage)])
+        advantage = advantage / ((squares / count).sqrt() + _FLOOR)
+    kept = None
+    if coefficients.clip is not None:
+        # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which
+        # the advantage pushes it.
+        clip_log_ratios = log_ratios
+        if rollout.proximal_logp is not None:
+            clip_log_ratios = (logp - rollout.proximal_logp).masked_fill_(dummy, 0)
+        kept = (clip_log_ratios.exp() - _ONE) * advantage.sign() < coefficients.clip
+        advantage = advantage * kept
+    return LossTerms(advantage, target, log_ratios, kept, valid, rows, count)
+
+
+def total_loss(
+    policy, logp: torch.Tensor, error: torch.Tensor, terms: LossTerms, coefficients
+) -> tuple[torch.Tensor, Measured]:
+    """The loss, and what it has measured.
+
+    `logp` and `error`, how far the critic is from its targets, are float32 [T, B] and 0 in dummy
+    rows.
+    """
+    # The policy loss has no factor rho, because V-trace's min(1, rho) is in the advantage.
+    policy_loss = -_sum(logp * terms.advantage) / terms.count
+    value_loss = _HALF * _sum(error * error) / terms.count
+    entropy = _sum(policy.entropy().masked_fill_(~terms.valid, 0)) / terms.count
+    loss = policy_loss + coefficients.value_coef * value_loss - coefficients.entropy_coef * entropy
+    measured = [x.detach() for x in (loss, policy_loss, value_loss, entropy, logp)]
+    _, _, *of_terms = terms
+    return _squeezed(loss), Measured(*measured, *of_terms)
+
+
+@torch.no_grad()
+def statistics_of(measured: Measured) -> torch.Tensor:
+    """Statistics of a loss, float32 [n] in the order of STATISTICS.
+
+    Statistics of ratios are those of rho = pi / mu over the valid rows, before V-trace truncates
+    it.
 
         loss, policy_loss, value_loss
         entropy         nats
@@ -283,92 +412,42 @@ def actor_critic_loss(
 
     With several processes, each mean over rows (losses, entropy, mean_ratio, k3, clip_fraction) is
     a part, and the parts add up to the mean of the whole batch. ess and the extremes are those of
-    this process's rows. Dimensions between time and batch stay, and the results have them.
-
-        >>> import torch
-        >>> from fp8rl.config import Config
-        >>> flags = torch.zeros(3, 4, dtype=torch.uint8)
-        >>> logp = torch.full((3, 4), -0.69)
-        >>> rollout = Rollout(torch.zeros(4, 4, 2), torch.ones(3, 4).long(), logp + 1, flags, logp)
-        >>> outputs = torch.zeros(4, 4, 2, requires_grad=True)
-        >>> values = torch.zeros(4, 4, requires_grad=True)
-        >>> config = Config(gamma=0.9, entropy_coef=0.01)
-        >>> loss, statistics = actor_critic_loss(outputs, values, rollout, config)
-        >>> loss.backward()
-        >>> statistics[STATISTICS.index("entropy")]
-        tensor(0.6931)
+    this process's rows. Dimensions between time and batch stay, and the results have them: of
+    losses that are stacked there, the statistics are [n, losses].
     """
-    valid = rollout.valid
-    dummy = ~valid
-    rows = _sum(valid.float())
-    # The action of a dummy row was ignored, so it may be anything: an action that is masked out, or
-    # NaN.
-    executed = valid.unsqueeze(-1) if rollout.action.is_floating_point() else valid
-    action = torch.where(executed, rollout.action, 0)
-    policy = distribution_of(action)(outputs[:-1])
-    logp = torch.where(valid, policy.log_prob(action), 0)
-    log_ratios = (logp.detach() - rollout.behavior_logp).masked_fill_(dummy, 0)
-
-    # Targets and advantages.
-    discounts = discounts_of(rollout.flags, coefficients.gamma, coefficients.bootstrap_truncation)
-    corrected = log_ratios if coefficients.importance_correction else torch.zeros_like(log_ratios)
-    target, advantage, _ = compute_targets(
-        values.detach(), rollout.reward, discounts, corrected, valid, coefficients.lam
-    )
-    # Dummy rows hold 0, so these are sums over valid rows.
-    count, advantage_sum = all_reduce([rows, _sum(advantage)])
-    count = count.clamp(min=1)
-    if coefficients.normalize_advantage:
-        advantage = (advantage - advantage_sum / count).masked_fill_(dummy, 0)
-        (squares,) = all_reduce([_sum(advantage * advantage)])
-        advantage = advantage / ((squares / count).sqrt() + _FLOOR)
+    valid, rows, count = measured.valid, measured.rows, measured.count
+    logp, log_ratios = measured.logp, measured.log_ratios
+    # A dummy row has log rho = 0 here, so rho - 1 is 0, too.
+    excess = log_ratios.expm1()  # rho - 1, exact also where rho is almost 1
+    smallest = _extreme(torch.amin, torch.where(valid, log_ratios, torch.inf))
+    masked = torch.where(valid, log_ratios, -torch.inf)
+    largest = _extreme(torch.amax, masked).clamp(min=LOWEST)
+    scaled_ratio = (masked - largest).exp()  # the scale cancels, and nothing overflows
+    scaled_sum = _sum(scaled_ratio)
+    scaled_squares = _sum(scaled_ratio * scaled_ratio)
     clipped_rows = torch.zeros_like(rows)
-    if coefficients.clip is not None:
-        # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which
-        # the advantage pushes it.
-        clip_log_ratios = log_ratios
-        if rollout.proximal_logp is not None:
-            clip_log_ratios = (logp.detach() - rollout.proximal_logp).masked_fill_(dummy, 0)
-        counts = (clip_log_ratios.exp() - _ONE) * advantage.sign() < coefficients.clip
-        advantage = advantage * counts
-        clipped_rows = _sum((valid > counts).float())  # for bools, a > b means "a and not b"
+    if measured.kept is not None:
+        # For bools, a > b means "a and not b".
+        clipped_rows = _sum((valid > measured.kept).float())
+    numbers = {
+        "loss": measured.loss,
+        "policy_loss": measured.policy_loss,
+        "value_loss": measured.value_loss,
+        "entropy": measured.entropy,
+        "min_logp": _extreme(torch.amin, torch.where(valid, logp, torch.inf)),
+        "ess": scaled_sum * scaled_sum / (rows * scaled_squares).clamp(min=1),
+        "mean_ratio": (rows + _sum(excess)) / count,
+        "min_ratio": smallest.exp(),
+        "max_ratio": largest.exp(),
+        "k3": _sum(excess - log_ratios) / count,
+        "clip_fraction": clipped_rows / count,
+    }
+    return torch.cat([numbers[name] for name in STATISTICS]).squeeze(-1)
 
-    # The loss. The policy loss has no factor rho, because V-trace's min(1, rho) is in the
-    # advantage.
-    policy_loss = -_sum(logp * advantage) / count
-    error = torch.where(valid, values[:-1] - target, 0)
-    value_loss = _HALF * _sum(error * error) / count
-    entropy = _sum(policy.entropy().masked_fill_(dummy, 0)) / count
-    loss = policy_loss + coefficients.value_coef * value_loss - coefficients.entropy_coef * entropy
 
-    # Statistics. A dummy row has log rho = 0 here, so rho - 1 is 0, too.
-    with torch.no_grad():
-        excess = log_ratios.expm1()  # rho - 1, exact also where rho is almost 1
-        mean_ratio = (rows + _sum(excess)) / count
-        k3 = _sum(excess - log_ratios) / count
-        smallest = _extreme(torch.amin, torch.where(valid, log_ratios, torch.inf))
-        log_ratios.masked_fill_(dummy, -torch.inf)
-        largest = _extreme(torch.amax, log_ratios).clamp(min=LOWEST)
-        scaled_ratio = (log_ratios - largest).exp()  # the scale cancels, and nothing overflows
-        scaled_sum = _sum(scaled_ratio)
-        scaled_squares = _sum(scaled_ratio * scaled_ratio)
-        ess = scaled_sum * scaled_sum / (rows * scaled_squares).clamp(min=1)
-        min_logp = _extreme(torch.amin, torch.where(valid, logp, torch.inf))
-        numbers = {
-            "loss": loss,
-            "policy_loss": policy_loss,
-            "value_loss": value_loss,
-            "entropy": entropy,
-            "min_logp": min_logp,
-            "ess": ess,
-            "mean_ratio": mean_ratio,
-            "min_ratio": smallest.exp(),
-            "max_ratio": largest.exp(),
-            "k3": k3,
-            "clip_fraction": clipped_rows / count,
-        }
-        statistics = torch.cat([numbers[name] for name in STATISTICS]).squeeze(-1)
-    return _squeezed(loss), statistics
+def statistics_of_all(losses: list[Measured]) -> torch.Tensor:
+    """The statistics of several losses, float32 [losses, n]."""
+    return torch.stack([statistics_of(measured) for measured in losses])
 
 
 def _squeezed(x: torch.Tensor) -> torch.Tensor:

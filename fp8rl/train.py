@@ -32,8 +32,10 @@ from .history import LOSS_TERMS, ROW_MEANS, History, summarize
 from .losses import (
     STATISTICS,
     LossCoefficients,
+    Measured,
     actor_critic_loss,
     no_all_reduce,
+    statistics_of_all,
     vtrace_fast,
 )
 from .model import ActorCritic
@@ -54,6 +56,25 @@ def forward_pass(model: nn.Module, batch: Rollout) -> tuple[torch.Tensor, torch.
     if model.recurrent:
         return model(batch.obs, batch.state, batch.first)
     return model(batch.obs)
+
+
+class Updated(NamedTuple):
+    """What an update measures: its loss, and its gradient step."""
+
+    loss: Measured
+    step: StepReport
+
+
+def statistics_of_updates(updates: list[Updated]) -> torch.Tensor:
+    """The statistics of updates, float32 [updates, n] in the order of OF_UPDATE.
+
+    With several processes, the statistics of the losses are this process's parts. They are computed
+    for all updates at once, which takes fewer calls.
+    """
+    of_loss = statistics_of_all([update.loss for update in updates])
+    columns = zip(*(update.step for update in updates), strict=True)
+    of_step = torch.stack([torch.stack(column).float() for column in columns], dim=1)
+    return torch.cat((of_loss, of_step), dim=1)
 
 
 class Learner:
@@ -120,20 +141,18 @@ class Learner:
             self.reward_scale.add(rollout, self.coefficients.gamma, self.all_reduce)
         self.model.add_observations(rollout.obs[:-1], self.all_reduce)
 
-    def update(self, batch: Rollout) -> torch.Tensor:
+    def update(self, batch: Rollout) -> Updated:
         """One gradient step on a batch, which may be on any device.
 
-        Returns the statistics of the loss and of the step, float32 [n] in the order of OF_UPDATE.
-        With several processes, the statistics of the loss are this process's part.
+        Returns what it has measured, for `statistics_of_updates`.
         """
-        loss, statistics = self.loss(batch)
+        loss, measured = self.loss(batch)
         max_grad_norm = self.coefficients.max_grad_norm
         report = self.precision.step(loss, self.optimizer, max_grad_norm, self.all_reduce)
-        of_step = torch.stack([number.float() for number in report])
-        return torch.cat((statistics, of_step))
+        return Updated(measured, report)
 
-    def loss(self, batch: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of a batch, which may be on any device, and its statistics."""
+    def loss(self, batch: Rollout) -> tuple[torch.Tensor, Measured]:
+        """The loss of a batch, which may be on any device, and what it has measured."""
         batch = batch.to(self.device)
         if self.reward_scale is not None:
             scale = self.reward_scale.scale.to(self.device)
@@ -320,19 +339,19 @@ class Run:
         """Raises ValueError for a rollout that nothing can be learned from."""
         check_extremes(rollout_extremes[0].tolist())
 
-    def improve(self, rollout: Rollout) -> list[torch.Tensor]:
-        """Learns from a new rollout and from slices of the ring. Returns each update's statistics.
+    def improve(self, rollout: Rollout) -> list[Updated]:
+        """Learns from a new rollout and from slices of the ring. Returns what each update measured.
 
         A subclass may have another schedule, such as several epochs over the new rollout.
         """
-        statistics = []
+        updates = []
         for update in range(self.config.updates):
             if update < self.config.fresh_updates:
                 batch = rollout
             else:
                 batch = self.sample(update)  # from older policies: V-trace corrects
-            statistics.append(self.learner.update(batch))
-        return statistics
+            updates.append(self.learner.update(batch))
+        return updates
 
     def sample(self, update: int = 0) -> Rollout:
         """Slices from the ring, for an update of this iteration.
@@ -352,12 +371,12 @@ class Run:
     def measure(
         self,
         rollout: Rollout,
-        updates: list[torch.Tensor],
+        updates: list[Updated],
         rollout_extremes: torch.Tensor,
     ) -> Measurements:
         """Gathers the measurements of an iteration in one tensor, so that the host waits for a GPU
         only once."""
-        numbers = [torch.stack(updates), *self.measure_once(rollout)]
+        numbers = [statistics_of_updates(updates), *self.measure_once(rollout)]
         numbers = torch.cat([x.to(self.learner.device).double().flatten() for x in numbers])
         return Measurements(len(updates), numbers, rollout_extremes)
 

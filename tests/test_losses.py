@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl.config import Config
-from fp8rl.losses import FLOOR, STATISTICS, actor_critic_loss, discounts_of, vtrace, vtrace_fast
+from fp8rl.losses import (
+    FLOOR,
+    STATISTICS,
+    actor_critic_loss,
+    discounts_of,
+    statistics_of,
+    vtrace,
+    vtrace_fast,
+)
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 
 GAMMA = 0.9
@@ -98,7 +106,8 @@ def test_truncation_bootstraps_and_termination_does_not():
 
 def loss_of(logits, values, rollout, **changes):
     config = dataclasses.replace(SETTINGS, **changes)
-    loss, statistics = actor_critic_loss(logits, values, rollout, config)
+    loss, measured = actor_critic_loss(logits, values, rollout, config)
+    statistics = statistics_of(measured)
     assert not statistics.requires_grad
     return loss, dict(zip(STATISTICS, statistics, strict=True))
 

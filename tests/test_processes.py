@@ -40,13 +40,13 @@ from fp8rl.disk import checkpoint
 from fp8rl.disk.run_folder import FILES, MARK, Folder
 from fp8rl.env import Cart
 from fp8rl.history import ROW_MEANS
-from fp8rl.losses import STATISTICS, actor_critic_loss, no_all_reduce
+from fp8rl.losses import STATISTICS, actor_critic_loss, no_all_reduce, statistics_of
 from fp8rl.machine import processes
 from fp8rl.model import ActorCritic
 from fp8rl.normalization import NETWORKS
 from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY, Rollout
-from fp8rl.train import OF_UPDATE, Learner, Run, iterate
+from fp8rl.train import Learner, Run, iterate
 
 # Tests of what two ranks found go to one worker, so that ranks are started once.
 together = pytest.mark.xdist_group("forked")
@@ -84,7 +84,7 @@ def learned(
     learner = Learner(
         GIVEN[name].settled(Cart), model, Precision("fp32"), optimizer, all_reduce=all_reduce
     )
-    losses = [float(learner.update(rollout)[OF_UPDATE.index("loss")]) for rollout in rollouts]
+    losses = [learner.update(rollout).loss.loss.item() for rollout in rollouts]
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach(), losses
 
 
@@ -393,11 +393,12 @@ def loss_of(model, batch: Rollout, normalized: bool = True, all_reduce=no_all_re
     """The loss, its gradient, and the statistics that add up."""
     logits, values = model(batch.obs)
     config = Config(gamma=0.99, entropy_coef=0.01, normalize_advantage=normalized)
-    loss, stats = actor_critic_loss(logits, values, batch, config, all_reduce)
+    loss, measured = actor_critic_loss(logits, values, batch, config, all_reduce)
     gradient = torch.autograd.grad(loss, list(model.parameters()))
     names = ("policy_loss", "value_loss", "entropy", *ROW_MEANS)
     vector = torch.cat([x.flatten() for x in gradient])
-    return loss.detach(), vector, stats[[STATISTICS.index(name) for name in names]]
+    statistics = statistics_of(measured)
+    return loss.detach(), vector, statistics[[STATISTICS.index(name) for name in names]]
 
 
 def test_what_ranks_cannot_share_is_refused_before_a_run_is_replaced(tmp_path, monkeypatch, capsys):
