@@ -12,6 +12,7 @@ it was clipped.
 Everything here is computed in float32, under any autocast. In float16, small deviations would be 0
 (Bjorck et al. 2021, arXiv:2102.13565)."""
 
+import functools
 import math
 
 import torch
@@ -82,15 +83,48 @@ class Categorical:
         """Actions int64 [..., B] from the numbers of `sample_numbers`."""
         return numbers.long()
 
+    @functools.cached_property
+    def probability(self) -> torch.Tensor:
+        """Probabilities of all actions, [A, ..., B]."""
+        return self.log_policy.exp()
+
+    @functools.cached_property
+    def finite_log_policy(self) -> torch.Tensor:
+        """`log_policy` with the lowest float32 in place of -inf.
+
+        An action with the logit -inf has probability 0 and adds nothing to the entropy, but 0 *
+        -inf is NaN.
+        """
+        return self.log_policy.clamp(min=torch.finfo(self.log_policy.dtype).min)
+
+    @functools.cached_property
+    def entropies(self) -> torch.Tensor:
+        """What `entropy` returns."""
+        return -(self.probability * self.finite_log_policy).sum(0)
+
     def log_prob(self, action: torch.Tensor) -> torch.Tensor:
         """Log-probabilities [..., B] of actions."""
         return self.log_policy.gather(0, action.unsqueeze(0)).squeeze(0)
 
     def entropy(self) -> torch.Tensor:
         """Entropies [..., B] in nats."""
-        # An action with the logit -inf has probability 0 and adds nothing, but 0 * -inf is NaN.
-        finite = self.log_policy.clamp(min=torch.finfo(self.log_policy.dtype).min)
-        return -(self.log_policy.exp() * finite).sum(0)
+        return self.entropies
+
+    def gradient(
+        self, action: torch.Tensor, of_logp: torch.Tensor, of_entropy: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient with respect to the logits, [..., B, A].
+
+        `of_logp` and `of_entropy` are the gradients with respect to the log-probabilities of the
+        actions and to the entropies, [..., B] each. With the probabilities p and the entropy H,
+
+            d log p_a / d logit_j = (1 if j = a else 0) - p_j
+            d H / d logit_j       = -p_j (log p_j + H)
+        """
+        above_mean = self.finite_log_policy + self.entropies
+        gradient = -self.probability * torch.addcmul(of_logp, of_entropy, above_mean)
+        gradient.scatter_add_(0, action.unsqueeze(0), of_logp.unsqueeze(0))
+        return gradient.movedim(0, -1)
 
 
 class Gaussian:
@@ -118,6 +152,12 @@ class Gaussian:
         log_std = 4 * spread
         bounded = log_std + (log_std.clamp(*LOG_STD) - log_std).detach()
         return torch.cat((mean, bounded.expand_as(mean)), dim=-1)
+
+    @staticmethod
+    def gradients_of_network(of_outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of the means [..., A] and of `spread` [A], from those of `outputs`."""
+        of_mean, of_log_std = of_outputs.chunk(2, dim=-1)
+        return of_mean, 4 * of_log_std.flatten(0, -2).sum(0)
 
     @staticmethod
     def numbers(num_actions: int) -> int:
@@ -148,6 +188,21 @@ class Gaussian:
     def entropy(self) -> torch.Tensor:
         """Differential entropies [..., B] in nats."""
         return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+
+    def gradient(
+        self, action: torch.Tensor, of_logp: torch.Tensor, of_entropy: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient with respect to means and logarithms of deviations, [..., B, 2 A].
+
+        `of_logp` and `of_entropy` are as in `Categorical.gradient`. With the distance z from the
+        mean in standard deviations s, d log p / d mean = z / s and d log p / d log s = z^2 - 1, and
+        the entropy grows by 1 with each log s.
+        """
+        per_deviation = (-self.log_std).exp()
+        z = (action - self.mean) * per_deviation
+        of_logp = of_logp.unsqueeze(-1)
+        of_log_std = of_logp * (z.square() - 1) + of_entropy.unsqueeze(-1)
+        return torch.cat((of_logp * z * per_deviation, of_log_std), dim=-1)
 
 
 def distribution_of(action: torch.Tensor) -> type:

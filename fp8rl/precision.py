@@ -161,14 +161,30 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm) -> torch.Tensor:
     """Scales the gradients of parameters on one device so that their L2 norm together is at most
     `max_norm`, a number or a tensor.
 
-    Returns the norm before. It computes the same bit for bit as `nn.utils.clip_grad_norm_`, with
-    fewer calls.
+    Returns the norm before. It computes the same as `nn.utils.clip_grad_norm_`, with fewer calls.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    coefficient = max_norm * (norm + _EPS).reciprocal()
-    torch._foreach_mul_(gradients, coefficient.clamp(max=1))
+    joint = joint_gradient(parameters)
+    if joint is None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        torch._foreach_mul_(gradients, _clip_coefficient(norm, max_norm))
+    else:
+        norm = torch.linalg.vector_norm(joint)
+        joint.mul_(_clip_coefficient(norm, max_norm))
     return norm
+
+
+def _clip_coefficient(norm: torch.Tensor, max_norm) -> torch.Tensor:
+    return (max_norm * (norm + _EPS).reciprocal()).clamp(max=1)
+
+
+def joint_gradient(parameters: list[nn.Parameter]) -> torch.Tensor | None:
+    """The tensor [n] that is made up of the gradients of all parameters, or None if none is."""
+    gradients = [p.grad for p in parameters]
+    joint = None if gradients[0] is None else gradients[0]._base
+    if joint is None or any(g is None or g._base is not joint for g in gradients):
+        return None
+    return joint if joint.numel() == sum(g.numel() for g in gradients) else None
 
 
 class StepReport(NamedTuple):
@@ -256,13 +272,32 @@ class Precision:
         meaningless. `all_reduce` sums a list of gradients over processes that share the loss.
         Nothing here waits for a GPU.
         """
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        one = torch.ones((), dtype=torch.float32, device=self.device)
-        scale_before = self.scaler.scale(one)  # get_scale() would wait for a GPU
+        self.backward([loss], [torch.ones_like(loss)], optimizer)
+        return self.apply_gradients(optimizer, max_grad_norm, all_reduce)
+
+    def backward(
+        self,
+        results: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """Puts gradients, times the scaler's scale, into the parameters.
+
+        `results` are the loss, or results of the network, and `gradients` are the gradients of the
+        loss with respect to them.
+        """
         optimizer.zero_grad(set_to_none=True)
         # Autocast is off, because a surrounding region would cast FP8's matmuls.
         with self.matmul_mode(), torch.autocast(self.device.type, enabled=False):
-            self.scaler.scale(loss).backward()
+            torch.autograd.backward(results, self.scaler.scale(gradients))
+
+    def apply_gradients(
+        self, optimizer: torch.optim.Optimizer, max_grad_norm: float, all_reduce=None
+    ) -> StepReport:
+        """The rest of `step`, with the gradients that `backward` has put into the parameters."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        one = torch.ones((), dtype=torch.float32, device=self.device)
+        scale_before = self.scaler.scale(one)  # get_scale() would wait for a GPU
         if all_reduce:
             gradients = all_reduce([p.grad for p in parameters])
             for p, gradient in zip(parameters, gradients, strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import kernels
+from .recurrence import recurrence_fast
 from .rollout import Rollout
 from .state import TensorState
 
@@ -60,15 +60,7 @@ class RewardScale(TensorState):
         # The decay is 0 in the dummy row before a new episode. After an infinite reward, at which
         # training stops, G stays NaN.
         decay = rollout.valid.float() * gamma
-        if kernel := kernels.kernel("recurrence", rewards.device):
-            G = kernel(rewards, decay, self.open)  # [T, N]
-        else:
-            G_t = self.open
-            sums = []
-            for reward_t, decay_t in zip(rewards.unbind(), decay.unbind(), strict=True):
-                G_t = decay_t * G_t + reward_t
-                sums.append(G_t)
-            G = torch.stack(sums)
+        G = recurrence_fast(rewards, decay, self.open)  # [T, N]
         self.open.copy_(G[-1])
         squares = G.square().sum((0, -1)).unsqueeze(-1)  # [1]
         steps = torch.full_like(squares, rewards.numel() / squares.numel())

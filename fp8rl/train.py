@@ -77,6 +77,13 @@ def statistics_of_updates(updates: list[Updated]) -> torch.Tensor:
     return torch.cat((of_loss, of_step), dim=1)
 
 
+def gradients_by_autograd(learner: "Learner", batch: Rollout) -> Measured:
+    """Puts the gradients of a batch's loss into the parameters. Returns what the loss measured."""
+    loss, measured = learner.loss(batch)
+    learner.precision.backward([loss], [torch.ones_like(loss)], learner.optimizer)
+    return measured
+
+
 class Learner:
     """Trains a network: computes the loss of a batch, and takes gradient steps.
 
@@ -87,6 +94,7 @@ class Learner:
     `all_reduce`       sums tensors over the processes that train together
     `forward`          computes outputs and values: `forward_pass`, or a faster form of it
     `compute_targets`  `losses.vtrace_fast`, or a function with the same arguments
+    `gradients`        `gradients_by_autograd`, or a faster form of it
     """
 
     def __init__(
@@ -99,6 +107,7 @@ class Learner:
         all_reduce: Callable = no_all_reduce,
         forward: Callable = forward_pass,
         compute_targets: Callable = vtrace_fast,
+        gradients: Callable = gradients_by_autograd,
     ):
         if isinstance(coefficients, Config):
             coefficients = LossCoefficients.of(coefficients)
@@ -110,6 +119,7 @@ class Learner:
         self.all_reduce = all_reduce
         self.forward = forward
         self.compute_targets = compute_targets
+        self.gradients = gradients
         self.device = precision.device
         # Whether the weights are part of the optimizer's state, as in bits/low_bit_adam.py.
         self.optimizer_has_weights = getattr(optimizer, "has_weights", False)
@@ -146,22 +156,27 @@ class Learner:
 
         Returns what it has measured, for `statistics_of_updates`.
         """
-        loss, measured = self.loss(batch)
+        measured = self.gradients(self, batch)
         max_grad_norm = self.coefficients.max_grad_norm
-        report = self.precision.step(loss, self.optimizer, max_grad_norm, self.all_reduce)
+        report = self.precision.apply_gradients(self.optimizer, max_grad_norm, self.all_reduce)
         return Updated(measured, report)
 
     def loss(self, batch: Rollout) -> tuple[torch.Tensor, Measured]:
         """The loss of a batch, which may be on any device, and what it has measured."""
-        batch = batch.to(self.device)
-        if self.reward_scale is not None:
-            scale = self.reward_scale.scale.to(self.device)
-            batch = batch._replace(reward=batch.reward * scale)
+        batch = self.prepared(batch)
         with self.precision.autocast():
             outputs, values = self.forward(self.model, batch)
         return actor_critic_loss(
             outputs, values, batch, self.coefficients, self.all_reduce, self.compute_targets
         )
+
+    def prepared(self, batch: Rollout) -> Rollout:
+        """A batch on the learner's device, with scaled rewards."""
+        batch = batch.to(self.device)
+        if self.reward_scale is None:
+            return batch
+        scale = self.reward_scale.scale.to(self.device)
+        return batch._replace(reward=batch.reward * scale)
 
     @torch.no_grad()
     def log_prob(self, rollout: Rollout) -> torch.Tensor:

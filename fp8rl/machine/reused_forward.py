@@ -180,12 +180,21 @@ class Reuse:
         self.obs = results[0]
         return results, None if state is None else state.detach()
 
-    def forward(self, model, batch: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs and values of a batch.
+    def has(self, batch: Rollout) -> bool:
+        """Whether the outputs and values of a batch are those of acting, and were not used yet.
 
-        Those of acting can be used only once, because an update changes the weights.
+        Those of another batch than the newest rollout are not, and those of acting are forgotten,
+        because the batch's update changes the weights.
         """
-        computed = self.computed if batch.obs is self.obs else None
-        self.obs = None
-        self.computed = None
-        return forward_pass(model, batch) if computed is None else computed
+        if self.obs is not None and batch.obs is self.obs:
+            return True
+        self.obs = self.computed = None
+        return False
+
+    def forward(self, model, batch: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs and values of a batch. Those of acting can be used only once."""
+        if not self.has(batch):
+            return forward_pass(model, batch)
+        computed = self.computed
+        self.obs = self.computed = None
+        return computed

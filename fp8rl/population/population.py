@@ -27,7 +27,7 @@ from ..distribution import Gaussian
 from ..env import TensorEnv
 from ..evaluate import START_NOISE, Evaluator, evaluate
 from ..history import History, columns_of
-from ..losses import LossCoefficients, Measured, Targets, vtrace_fast
+from ..losses import LossCoefficients, Targets, vtrace_fast
 from ..machine.matmul_rounding import clips_by_learner, matmuls_of
 from ..model import make_network
 from ..precision import PRECISIONS
@@ -168,8 +168,8 @@ class PopulationLearner(Learner):
     def watch(self, rollout: Rollout) -> None:
         super().watch(by_agent(rollout, self.agents))
 
-    def loss(self, batch: Rollout) -> tuple[torch.Tensor, Measured]:
-        return super().loss(by_agent(batch, self.agents))
+    def prepared(self, batch: Rollout) -> Rollout:
+        return super().prepared(by_agent(batch, self.agents))
 
     def log_prob(self, rollout: Rollout) -> torch.Tensor:
         return super().log_prob(by_agent(rollout, self.agents)).flatten(1)
