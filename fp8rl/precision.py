@@ -222,6 +222,8 @@ class Precision:
                 reason = f"it needs CUDA, compute capability {major}.{minor} or higher"
             raise ValueError(f"{field} is {name!r} and {reason}: choose from {', '.join(names)}")
         self.rules = PRECISIONS[name]
+        self.one = torch.ones((), dtype=torch.float32, device=self.device)
+        self.no = torch.zeros((), dtype=torch.bool, device=self.device)
         never = 2**31 - 1
         self.scaler = torch.amp.GradScaler(
             self.device.type,
@@ -296,21 +298,24 @@ class Precision:
     ) -> StepReport:
         """The rest of `step`, with the gradients that `backward` has put into the parameters."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        one = torch.ones((), dtype=torch.float32, device=self.device)
-        scale_before = self.scaler.scale(one)  # get_scale() would wait for a GPU
         if all_reduce:
             gradients = all_reduce([p.grad for p in parameters])
             for p, gradient in zip(parameters, gradients, strict=True):
                 p.grad = gradient
+        if not self.rules.loss_scale:
+            grad_norm = clip_gradients(parameters, max_grad_norm)
+            optimizer.step()
+            return StepReport(grad_norm, self.one, self.no)
+        scale_before = self.scaler.scale(self.one)  # get_scale() would wait for a GPU
         self.scaler.unscale_(optimizer)
         grad_norm = clip_gradients(parameters, max_grad_norm)
         self.scaler.step(optimizer)
         self.scaler.update()
-        skipped = self.scaler.scale(one) < scale_before  # only a skip makes the scale smaller
-        if self.rules.loss_scale and not self.rules.scale_grows:
+        skipped = self.scaler.scale(self.one) < scale_before  # only a skip makes the scale smaller
+        if not self.rules.scale_grows:
             # Set the scale back to where it was; otherwise many skips would bring it to 0.
-            self.scaler.update(one * self.rules.loss_scale)
-        return StepReport(grad_norm, self.scaler.scale(one), skipped)
+            self.scaler.update(self.one * self.rules.loss_scale)
+        return StepReport(grad_norm, self.scaler.scale(self.one), skipped)
 
     def matmul_mode(self):
         """A context in which float32 matmuls on the device are those of this precision.
