@@ -329,7 +329,7 @@ def report(run: Run, clipped: list[int], folder: Folder) -> None:
     """Draws reward_curve.png, and prints how the run computed and where its results are."""
     config, history = run.config, run.history
     title = f"{config.env_id or 'CustomEnv'} in {config.precision}, seed {config.seed}"
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    figure = Figure(figsize=(8, 5.5))
     figures.training(figure, history, title, marks=config.env_id is None)
     folder.write("reward_curve.png", figures.png(figure))
     print(hardware.describe(run.learner.precision, run.model))
