@@ -20,8 +20,9 @@ from ..machine import hardware, processes
 from ..tasks.gymnasium_env import EnvironmentFailed
 from .arguments import WHOLE_NUMBERS
 
-# The module in this folder, and the function in it, of each command. A command that argv names is
-# imported alone. The help of all commands, and the answer to a misspelt one, import them all.
+# The module in this folder, and the function in it, of each command. Imports take longer than a
+# short training, so a command that argv names is imported alone. (The help of all commands, and the
+# answer to a misspelt one, import them all.) Commands import matplotlib only when they draw.
 COMMANDS = {
     "train": ("train", "train"),
     "eval": ("evaluate", "evaluate_run"),
@@ -29,6 +30,7 @@ COMMANDS = {
     "memory": ("memory", "predict_and_measure"),
     "bench": ("bench", "measure"),
 }
+PROGRAM = "python -m fp8rl"
 DESCRIPTION = """\
 Train reinforcement learning agents in float32, bfloat16, float16 or FP8, and measure what few bits
 cost. For example:
@@ -47,10 +49,14 @@ def import_command(name: str) -> Callable:
 def run_command() -> None:
     """Runs the command that argv names. Prints the help of all commands if it names none."""
     arguments = sys.argv[1:] or ["--help"]
-    names = [arguments[0]] if arguments[0] in COMMANDS else COMMANDS
+    name = arguments[0]
+    if name in COMMANDS:
+        command = import_command(name)
+        tyro.cli(command, prog=f"{PROGRAM} {name}", args=arguments[1:], registry=WHOLE_NUMBERS)
+        return
     tyro.extras.subcommand_cli_from_dict(
-        {name: import_command(name) for name in names},
-        prog="python -m fp8rl",
+        {name: import_command(name) for name in COMMANDS},
+        prog=PROGRAM,
         description=DESCRIPTION,
         args=arguments,
         registry=WHOLE_NUMBERS,

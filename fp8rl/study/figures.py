@@ -109,10 +109,10 @@ def training(figure: Figure, history, title: str, marks: bool = True) -> Figure:
     """
     # Fixed margins, and titles at fixed heights. A layout engine would draw everything twice to find
     # out how much room the labels need, so numbers that are long are written with a power of ten.
-    right = 0.89 if marks else 0.97  # the names of references stand to the right of the axes
+    right = 0.89 if marks else 0.96  # the names of references stand to the right of the axes
     upper = figure.add_gridspec(left=0.11, right=right, bottom=0.44, top=0.95)
     lower = figure.add_gridspec(
-        1, len(BELOW), left=0.11, right=0.97, bottom=0.05, top=0.29, wspace=0.5
+        1, len(BELOW), left=0.11, right=0.96, bottom=0.05, top=0.29, wspace=0.5
     )
     top = figure.add_subplot(upper[0])
     top.set_title(title, y=1)
