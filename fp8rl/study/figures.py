@@ -107,8 +107,8 @@ def training(figure: Figure, history, title: str, marks: bool = True) -> Figure:
     well long before the sampled policy does. `marks` says whether to draw the cart's reference
     returns; it is False for other tasks.
     """
-    # Fixed margins, and titles at fixed heights. A layout engine would draw everything twice to find
-    # out how much room the labels need, so numbers that are long are written with a power of ten.
+    # Margins and the heights of titles are fixed, because a layout engine would draw everything
+    # twice to find out how much room the labels need. Long numbers are written with a power of ten.
     right = 0.89 if marks else 0.96  # the names of references stand to the right of the axes
     upper = figure.add_gridspec(left=0.11, right=right, bottom=0.44, top=0.95)
     lower = figure.add_gridspec(
