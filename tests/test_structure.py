@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import gc
 import importlib
 import re
 import signal
@@ -190,8 +191,11 @@ def test_gymnasium_finds_the_tasks_whatever_is_imported_first(loaded):
 
 
 @pytest.mark.parametrize("name", ["fp8rl.__main__", "fp8rl.doctor.__main__"])
-def test_another_program_that_imports_the_package_keeps_its_ctrl_c(name, monkeypatch):
+def test_another_program_that_imports_the_package_keeps_its_ctrl_c_and_its_collector(
+    name, monkeypatch
+):
     monkeypatch.delitem(sys.modules, name, raising=False)
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(signal.SIGINT), gc.get_freeze_count()
     importlib.import_module(name)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert (signal.getsignal(signal.SIGINT), gc.get_freeze_count()) == before
+    assert gc.isenabled()
