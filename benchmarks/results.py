@@ -74,6 +74,8 @@ COMMANDS = {
     # How fast are the loop, many agents, wide networks and several processes on a CPU?
     "loops": "python benchmarks/loops.py benchmarks/results/loops.md",
     "calls": "python benchmarks/calls.py benchmarks/results/calls.md",
+    "update_rows": "python benchmarks/update_cost.py rows benchmarks/results/update_rows.md",
+    "loop_before": "python benchmarks/update_cost.py before benchmarks/results/loop_before.md --clone DIR",
     "populations": "python benchmarks/populations.py benchmarks/results/populations.md --rounds 3",
     "widths_speed": "python benchmarks/widths.py --cpu benchmarks/results/widths_speed.md",
     "processes": "python benchmarks/processes.py benchmarks/results/processes.md",

@@ -66,7 +66,7 @@ SHORT, LONG = 100_000, 1_000_000  # steps of a training
 STUDY_SHAPE = {"num-envs": 16, "rollout-length": 64, "updates": 9, "steps": SHORT}
 STUDY_AGENTS = 4 * 30
 WATCHED = {"watch": "ppo, CartPole", "watch_gpt": "nanoGPT at 0.001"}
-COLUMNS = ("row", "contestant", "round", "seconds", "greedy_return", "machine")
+COLUMNS = ("row", "contestant", "round", "seconds", "megabytes", "greedy_return", "machine")
 
 
 class Command(NamedTuple):
@@ -224,9 +224,12 @@ class Failed(Exception):
     """A process that ended with an error. The message is the end of what it printed."""
 
 
-def timed(commands: list[Command]) -> tuple[float, dict]:
-    """Runs processes at the same time. Returns the seconds until the last has ended, and the
-    numbers that the first has printed."""
+def timed(commands: list[Command]) -> tuple[float, float, dict]:
+    """Runs processes at the same time.
+
+    Returns the seconds until the last has ended, the most memory of a process in MB, that of its
+    children included only if they are larger, and the numbers that the first has printed.
+    """
     with contextlib.ExitStack() as files:
         outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
         began = time.perf_counter()
@@ -240,9 +243,12 @@ def timed(commands: list[Command]) -> tuple[float, dict]:
             )
             for command, output in zip(commands, outputs, strict=True)
         ]
+        megabytes = 0.0
         try:
             for process in processes:
-                process.wait()
+                _, status, used = os.wait4(process.pid, 0)
+                process.returncode = os.waitstatus_to_exitcode(status)
+                megabytes = max(megabytes, used.ru_maxrss / 1000)
         finally:
             for process in processes:
                 process.kill()  # those that still run, if this program is interrupted
@@ -254,7 +260,7 @@ def timed(commands: list[Command]) -> tuple[float, dict]:
     for process, text in zip(processes, texts, strict=True):
         if process.returncode:
             raise Failed(text[-2000:])
-    return seconds, numbers_of(texts[0])
+    return seconds, megabytes, numbers_of(texts[0])
 
 
 def numbers_of(output: str) -> dict:
@@ -292,13 +298,14 @@ def measure(journal: Journal, name: str, contestants: list[Contestant], rounds: 
             if contestant.name in left_out or key in done:
                 continue
             try:
-                seconds, numbers = timed(contestant.commands(FIRST_SEED + number))
+                seconds, megabytes, numbers = timed(contestant.commands(FIRST_SEED + number))
             except Failed as error:
                 print(f"{contestant.name} left out, it failed:\n{error}", flush=True)
                 left_out.add(contestant.name)
                 continue
             seconds -= not_waited_for(numbers)
-            values = (*key[:3], round(seconds, 3), numbers.get("greedy_return", ""), machine)
+            score = numbers.get("greedy_return", "")
+            values = (*key[:3], round(seconds, 3), round(megabytes), score, machine)
             journal.add(dict(zip(COLUMNS, values, strict=True)))
             print(f"{time.strftime('%X')} {contestant.name}: {seconds:.2f} s", flush=True)
 
@@ -309,6 +316,7 @@ class Measured(NamedTuple):
     row: str
     contestant: str
     seconds: dict[str, float]  # by round
+    megabytes: list[float]
     greedy_returns: list[float]
 
     @property
@@ -328,8 +336,9 @@ def measured_here(journal: Journal) -> list[Measured]:
         if row["machine"] != hardware():
             continue
         key = row["row"], row["contestant"]
-        measured = found.setdefault(key, Measured(*key, {}, []))
+        measured = found.setdefault(key, Measured(*key, {}, [], []))
         measured.seconds[row["round"]] = float(row["seconds"])
+        measured.megabytes.append(float(row["megabytes"]))
         if row["greedy_return"]:
             measured.greedy_returns.append(float(row["greedy_return"]))
     return list(found.values())
@@ -338,7 +347,7 @@ def measured_here(journal: Journal) -> list[Measured]:
 def table(found: list[Measured]) -> str:
     """A line for each contestant, in the order in which they were measured."""
     columns = ("row", "what one waits for", "seconds", "times the row's first line")
-    columns += ("greedy return then", "rounds")
+    columns += ("most memory, MB", "greedy return then", "rounds")
     first: dict[str, Measured] = {}
     rows = []
     for measured in found:
@@ -350,6 +359,7 @@ def table(found: list[Measured]) -> str:
                 measured.contestant,
                 f"{measured.median:.1f}",
                 f"{measured.over(reference):.2f}",
+                f"{statistics.median(measured.megabytes):,.0f}",
                 f"{statistics.median(returns):.1f}" if returns else "",
                 len(measured.seconds),
             ]
