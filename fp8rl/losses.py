@@ -341,7 +341,7 @@ def loss_gradients(
         d loss / d V            = value_coef (V - target) / n
 
     and the distribution derives the gradients of its parameters from the first two. They are those
-    that autograd finds, but for rounding, in a third of its time where a batch is small.
+    that autograd finds, but for rounding.
     """
     valid = rollout.valid
     policy = distribution_of(rollout.action)(outputs[:-1])
