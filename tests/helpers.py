@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -154,12 +155,18 @@ def refusal(capsys, *words) -> str:
     return error.removeprefix("fp8rl: ").rstrip("\n")
 
 
-def forked(target, *arguments) -> multiprocessing.Process:
-    """A process forked from a server that has imported everything, which takes longer than what the
-    processes of these tests do. (If a study has started the server before, it has only torch, and
-    the process imports the rest.)"""
+def start_server() -> None:
+    """Starts the server of this process that forks others. It has imported everything, which takes
+    longer than what the processes of these tests do. (If a study has started the server before, it
+    has only torch, and its processes import the rest.)"""
     # The second comes with a process's first optimizer
     SERVER.set_forkserver_preload(["fp8rl.cli.main", "torch._dynamo"])
+    forkserver.ensure_running()
+
+
+def forked(target, *arguments) -> multiprocessing.Process:
+    """A process forked from a server that has imported everything."""
+    start_server()
     process = SERVER.Process(target=target, args=arguments, daemon=True)
     process.start()
     return process
