@@ -69,7 +69,6 @@ LONGEST = (
     "test_runs_with_other_parameters_in_another_folder[acting_in_few_bits]",
     "test_a_study_that_is_killed_leaves_no_process_and_goes_on",
     "test_a_study_that_ends_early_says_one_line_or_none",
-    "test_a_signal_to_one_rank_ends_all_and_leaves_one_checkpoint",
     "test_a_killed_rank_ends_the_command_and_its_last_checkpoint_continues",
 )
 
