@@ -7,7 +7,6 @@ import itertools
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
@@ -177,19 +176,6 @@ def cli_into(said: Path, *arguments) -> None:
     with said.open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     run_cli(*arguments)
-
-
-def compiled_sizes(script: str, cache: Path) -> list[int]:
-    """The bytes of the kernels that a script compiles with Triton's own compiler, which needs no
-    GPU. A process of its own, since kernels are interpreted in this one."""
-    own = {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1", "TRITON_CACHE_DIR": str(cache)}
-    folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    own["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-    command = [sys.executable, "-c", script]
-    options = {"capture_output": True, "text": True, "timeout": PATIENCE}
-    done = subprocess.run(command, env=os.environ | own, **options)
-    assert done.returncode == 0, done.stderr
-    return [int(line) for line in done.stdout.split()]
 
 
 def reusing(run: Run) -> Run:

@@ -1,9 +1,8 @@
 """Kernels in place of the core's plain code: the same results, on a GPU or in Triton's interpreter
-(conftest.py), and their compilation."""
+(conftest.py)."""
 
 import pytest
 import torch
-from helpers import compiled_sizes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -157,30 +156,3 @@ def test_what_it_does_not_take_goes_the_plain_way(here):
     # Compiled, or where this torch cannot trace a scaled matmul, with the kernel
     expected = results(layer, x, grad)
     torch.testing.assert_close(results(torch.compile(layer, backend="eager"), x, grad), expected)
-
-
-COMPILES = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from fp8rl.machine import triton_quantize
-
-def compile(kernel, constants, capability, **types):
-    signature = {p.name: "constexpr" if p.name in constants else types.get(p.name, "i32") for p in kernel.params}
-    constants = {(i,): constants[p.name] for i, p in enumerate(kernel.params) if p.name in constants}
-    source = ASTSource(kernel, signature, constants)
-    print(len(triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}).asm["cubin"]))
-
-for x, capability, kinds in (("*fp32", 80, ((1, 3), (3, 2))), ("*bf16", 90, ((2, 2),))):
-    compile(triton_quantize.largest, {"BLOCK": triton_quantize.SPAN}, capability, x=x, bits="*i32")
-    for layouts, mantissa in kinds:
-        own = {"MANTISSA": mantissa, "TILE": triton_quantize.TILE, "LAYOUTS": layouts}
-        out, shape = ("*u8", "*u8", "*fp32"), ("i32", "i32")
-        compile(triton_quantize.rounded, own, capability, x=x, found="*i32", out=out, shape=shape)
-"""
-
-
-def test_they_compile_for_gpus_that_are_not_here(tmp_path):
-    """Of capability 8.0 and 9.0, by Triton's own compiler, which needs none."""
-    sizes = compiled_sizes(COMPILES, tmp_path)
-    assert len(sizes) == 5 and min(sizes) > 1_000
