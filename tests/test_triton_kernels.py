@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::Depr
 pytestmark += [pytest.mark.cuda] * torch.cuda.is_available()
 # The interpreter takes long
 few = settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fewer = settings(few, max_examples=5)
 ONES = 0xFFFFFFFF
 words = st.integers(0, ONES)
 
@@ -41,7 +42,7 @@ def used(monkeypatch):
     return use
 
 
-@few
+@fewer
 @given(
     st.lists(words, min_size=1, max_size=3),
     words,

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from fp8rl import fp8, kernels
 from fp8rl.fp8 import E4M3, E5M2, Float8Linear, Quantized
@@ -48,7 +49,7 @@ def assert_quantizes_alike(x: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 @FORMATS
-@settings(max_examples=20)  # the interpreter takes long
+@settings(max_examples=10)  # the interpreter takes long
 @given(
     rows=st.integers(1, 150),
     columns=st.integers(1, 150),
@@ -81,10 +82,13 @@ def test_every_number_and_what_is_half_way_between_two_is_rounded_as_in_plain_co
     codes = codes[codes.isfinite()].unique()
     midpoint, up = (codes[1:] + codes[:-1]) / 2, torch.tensor(torch.inf)
     x = torch.cat((codes, midpoint, midpoint.nextafter(up), midpoint.nextafter(-up))).double()
+    x = nn.functional.pad(x, (0, -len(x) % 32)).view(
+        -1, 32
+    )  # few tiles: the interpreter takes long
     largest = torch.finfo(torch.float32).max
     for exponent in (-140, -126, 0, 112):
         scaled = torch.ldexp(x, torch.tensor(exponent)).float().clamp(-largest, largest)
-        assert_quantizes_alike(scaled.to(DEVICE)[None], dtype)
+        assert_quantizes_alike(scaled.to(DEVICE), dtype)
 
 
 @FORMATS
