@@ -77,8 +77,11 @@ LONGEST = (
     "test_runs_with_other_parameters_in_another_folder[fp8_actor_critic]",
     "test_runs_with_other_parameters_in_another_folder[replay_memory]",
     "test_runs_with_other_parameters_in_another_folder[acting_in_few_bits]",
+    "test_every_kernel_compiles_for_gpus_that_are_not_here",
+    "test_a_study_that_is_stopped_goes_on_to_the_same_results",
+    "test_a_script_is_trained_and_its_words_are_put_to_the_test",
     "test_a_study_that_is_killed_leaves_no_process_and_goes_on",
-    "test_a_study_that_ends_early_says_one_line_or_none",
+    "test_a_study_whose_worker_is_killed_says_so_in_one_line",
     "test_a_killed_rank_ends_the_command_and_its_last_checkpoint_continues",
 )
 
