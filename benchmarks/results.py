@@ -73,6 +73,7 @@ COMMANDS = {
     "watching": "python benchmarks/waits.py benchmarks/results/watching.md --only watch watch_gpt --cleanrl DIR --nanogpt DIR",
     # How fast are the loop, many agents, wide networks and several processes on a CPU?
     "loops": "python benchmarks/loops.py benchmarks/results/loops.md",
+    "calls": "python benchmarks/calls.py benchmarks/results/calls.md",
     "populations": "python benchmarks/populations.py benchmarks/results/populations.md --rounds 3",
     "widths_speed": "python benchmarks/widths.py --cpu benchmarks/results/widths_speed.md",
     "processes": "python benchmarks/processes.py benchmarks/results/processes.md",

@@ -30,6 +30,7 @@ from .evaluate import Evaluator
 from .losses import LossCoefficients, no_all_reduce
 from .machine import hardware, processes
 from .machine.acting import acting_loop, as_population
+from .machine.by_hand import gradients_on
 from .machine.cuda_graphs import GraphQueue, has_graphs
 from .machine.machine import HERE, Machine
 from .machine.plan import plan_run
@@ -110,7 +111,8 @@ def build(
     # The parts of the run.
     reward_scale = RewardScale(env.num_envs, env.device)
     coefficients = LossCoefficients.of(settled)
-    learner = Learner(coefficients, model, learning, optimizer, reward_scale, all_reduce, forward)
+    parts_of_learner = (coefficients, model, learning, optimizer, reward_scale, all_reduce, forward)
+    learner = Learner(*parts_of_learner, gradients=gradients_on(learning.device))
     collector = Collector(env, actor, acting, config.rollout_length, seed, loop, in_use)
     # The first observations. In a resumed run, its state replaces these statistics.
     model.add_observations(env.obs, all_reduce)
@@ -169,6 +171,7 @@ def build_population(configs: list[Config], device="cpu", graph: bool = True) ->
     population = Population(configs, [config.settled(task) for config in configs], make_env, device)
     collector = population.collector
     collector.loop = acting_loop(collector.env, population.model, Agents.acting)
+    population.learner.gradients = gradients_on(torch.device(device))
     if graph and has_graphs(torch.device(device)):
         population.launch = GraphQueue(population.learner.device)
     return population

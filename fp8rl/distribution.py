@@ -12,6 +12,7 @@ it was clipped.
 Everything here is computed in float32, under any autocast. In float16, small deviations would be 0
 (Bjorck et al. 2021, arXiv:2102.13565)."""
 
+import functools
 import math
 
 import torch
@@ -28,7 +29,7 @@ class Categorical:
     """Distribution of actions int64 [..., B] from logits float32 [..., B, A].
 
     Logits of actions that are masked out may be -inf, but not all logits. `log_policy` has the
-    log-probabilities of all actions, [..., B, A].
+    log-probabilities of all actions, [A, ..., B].
     """
 
     ENTROPY_COEF = 0.01  # weight of the entropy bonus, unless the config sets one
@@ -36,7 +37,7 @@ class Categorical:
     def __init__(self, logits: torch.Tensor):
         # Actions come first in memory, because torch's kernel over the last dimension works row by
         # row.
-        self.log_policy = logits.movedim(-1, 0).contiguous().log_softmax(0).movedim(0, -1)
+        self.log_policy = logits.movedim(-1, 0).contiguous().log_softmax(0)
 
     @staticmethod
     def numbers(num_actions: int) -> int:
@@ -66,15 +67,64 @@ class Categorical:
             return (second - first > noise).long()
         return (logits + noise).contiguous().argmax(-1)
 
+    @staticmethod
+    def sample_numbers(logits: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """The actions of `sample`, as float32 if there are two: 0.0 or 1.0.
+
+        An environment that computes with them need not convert them at every step.
+        """
+        if logits.shape[-1] == 2:
+            first, second = logits.unbind(-1)
+            return (second - first).gt_(noise)
+        return Categorical.sample(logits, noise)
+
+    @staticmethod
+    def actions(numbers: torch.Tensor) -> torch.Tensor:
+        """Actions int64 [..., B] from the numbers of `sample_numbers`."""
+        return numbers.long()
+
+    @functools.cached_property
+    def probability(self) -> torch.Tensor:
+        """Probabilities of all actions, [A, ..., B]."""
+        return self.log_policy.exp()
+
+    @functools.cached_property
+    def finite_log_policy(self) -> torch.Tensor:
+        """`log_policy` with the lowest float32 in place of -inf.
+
+        An action with the logit -inf has probability 0 and adds nothing to the entropy, but 0 *
+        -inf is NaN.
+        """
+        return self.log_policy.clamp(min=torch.finfo(self.log_policy.dtype).min)
+
+    @functools.cached_property
+    def entropies(self) -> torch.Tensor:
+        """What `entropy` returns."""
+        return -(self.probability * self.finite_log_policy).sum(0)
+
     def log_prob(self, action: torch.Tensor) -> torch.Tensor:
         """Log-probabilities [..., B] of actions."""
-        return self.log_policy.movedim(-1, 0).gather(0, action.unsqueeze(0)).squeeze(0)
+        return self.log_policy.gather(0, action.unsqueeze(0)).squeeze(0)
 
     def entropy(self) -> torch.Tensor:
         """Entropies [..., B] in nats."""
-        # An action with the logit -inf has probability 0 and adds nothing, but 0 * -inf is NaN.
-        finite = self.log_policy.clamp(min=torch.finfo(self.log_policy.dtype).min)
-        return -(self.log_policy.exp() * finite).sum(-1)
+        return self.entropies
+
+    def gradient(
+        self, action: torch.Tensor, of_logp: torch.Tensor, of_entropy: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient with respect to the logits, [..., B, A].
+
+        `of_logp` and `of_entropy` are the gradients with respect to the log-probabilities of the
+        actions and to the entropies, [..., B] each. With the probabilities p and the entropy H,
+
+            d log p_a / d logit_j = (1 if j = a else 0) - p_j
+            d H / d logit_j       = -p_j (log p_j + H)
+        """
+        above_mean = self.finite_log_policy + self.entropies
+        gradient = -self.probability * torch.addcmul(of_logp, of_entropy, above_mean)
+        gradient.scatter_add_(0, action.unsqueeze(0), of_logp.unsqueeze(0))
+        return gradient.movedim(0, -1)
 
 
 class Gaussian:
@@ -104,6 +154,12 @@ class Gaussian:
         return torch.cat((mean, bounded.expand_as(mean)), dim=-1)
 
     @staticmethod
+    def gradients_of_network(of_outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of the means [..., A] and of `spread` [A], from those of `outputs`."""
+        of_mean, of_log_std = of_outputs.chunk(2, dim=-1)
+        return of_mean, 4 * of_log_std.flatten(0, -2).sum(0)
+
+    @staticmethod
     def numbers(num_actions: int) -> int:
         return num_actions
 
@@ -117,6 +173,13 @@ class Gaussian:
         mean, log_std = outputs.chunk(2, dim=-1)
         return mean + log_std.exp() * noise
 
+    sample_numbers = sample
+
+    @staticmethod
+    def actions(numbers: torch.Tensor) -> torch.Tensor:
+        """The actions, which are the numbers that were sampled."""
+        return numbers
+
     def log_prob(self, action: torch.Tensor) -> torch.Tensor:
         """Log-densities [..., B] of actions, added over the A numbers of each."""
         distance = (action - self.mean) * (-self.log_std).exp()
@@ -125,6 +188,21 @@ class Gaussian:
     def entropy(self) -> torch.Tensor:
         """Differential entropies [..., B] in nats."""
         return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+
+    def gradient(
+        self, action: torch.Tensor, of_logp: torch.Tensor, of_entropy: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient with respect to means and logarithms of deviations, [..., B, 2 A].
+
+        `of_logp` and `of_entropy` are as in `Categorical.gradient`. With the distance z from the
+        mean in standard deviations s, d log p / d mean = z / s and d log p / d log s = z^2 - 1, and
+        the entropy grows by 1 with each log s.
+        """
+        per_deviation = (-self.log_std).exp()
+        z = (action - self.mean) * per_deviation
+        of_logp = of_logp.unsqueeze(-1)
+        of_log_std = of_logp * (z.square() - 1) + of_entropy.unsqueeze(-1)
+        return torch.cat((of_logp * z * per_deviation, of_log_std), dim=-1)
 
 
 def distribution_of(action: torch.Tensor) -> type:

@@ -21,6 +21,7 @@ the first observation of the next episode with reward 0. So the final observatio
 
 import torch
 
+from .constants import constant
 from .distribution import Categorical
 from .rng import rows
 from .state import TensorState
@@ -32,23 +33,17 @@ MAX_STEPS = 200
 # Lowest and highest position and velocity.
 STATE_BOUNDS = (-2 * LIMIT, -1.9), (2 * LIMIT, 1.9)
 
-
-def _constant(number: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A number as a tensor, because torch would convert a Python number at every call."""
-    return torch.tensor(number, dtype=dtype, device="cpu")
-
-
-_PUSH = _constant(PUSH)
-_DAMPING = _constant(DAMPING)
-_LIMIT = _constant(LIMIT)
-_ONE = _constant(1)
-_ONE_STEP = _constant(1, torch.int32)
+_PUSH = constant(PUSH)
+_DAMPING = constant(DAMPING)
+_LIMIT = constant(LIMIT)
+_ONE = constant(1)
+_ONE_STEP = constant(1, torch.int32)
 
 
 def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
     """One step of the physics, to the next states.
 
-    `state`: positions and velocities, float32 [..., 2]. `action`: 0 or 1, [...].
+    `state`: positions and velocities, float32 [..., 2]. `action`: 0 or 1, [...], of any type.
     """
     position, velocity = state.unbind(-1)
     velocity = torch.add(velocity, action, alpha=2 * PUSH) - _PUSH  # -0.1 for action 0, 0.1 for 1
@@ -80,6 +75,9 @@ class TensorEnv(TensorState):
         num_actions   number of actions; with `distribution` Gaussian, dimensions of an action in
                       [-1, 1]
         discount      discount of the returns that an evaluation reports, 1 by default
+        computes_with_actions
+                      whether `advance` also takes the actions 0 and 1 as float32, because it only
+                      computes with them; False by default
 
     An environment holds `state`, float32 [N, state_size], `obs`, float32 [N, F], and `done`, bool
     [N]. `done` is True where the last step ended the episode, so that the next step resets.
@@ -91,6 +89,7 @@ class TensorEnv(TensorState):
     NAMES = ("state", "obs", "elapsed", "done")
     distribution = Categorical
     discount = 1.0
+    computes_with_actions = False
     channels = 0
 
     def __init__(self, num_envs: int, device="cpu", seed=0, purpose: str = "starts"):
@@ -128,7 +127,9 @@ class TensorEnv(TensorState):
         """
         if start is None:
             start = self.draw(1)[0]
-        self._max_steps = _constant(self.max_steps, torch.int32)
+        self._max_steps = constant(self.max_steps, torch.int32)
+        # On the device, because `torch.where` would copy a number there at every call.
+        self._no_reward = torch.zeros((), dtype=torch.float32, device=self.device)
         self.state = start[:, : self.state_size]
         self.obs = self._observe(start)
         self.elapsed = torch.zeros(self.num_envs, dtype=torch.int32, device=self.device)
@@ -167,11 +168,11 @@ class TensorEnv(TensorState):
         self.state = torch.where(self.done.unsqueeze(-1), start_state, next_state)
         self.obs = self._observe(start)
         self.elapsed.add_(_ONE_STEP).masked_fill_(self.done, 0)
-        reward = reward.masked_fill(self.done, 0)
+        reward = torch.where(self.done, self._no_reward, reward)
         # For bools, a > b means "a and not b".
         terminated = terminated > self.done
         truncated = (self.elapsed >= self._max_steps) > terminated
-        self.done = terminated | truncated
+        self.done = torch.bitwise_or(terminated, truncated)
         return self.obs, reward, terminated, truncated
 
     def _observe(self, start: torch.Tensor) -> torch.Tensor:
@@ -202,6 +203,7 @@ class Cart(TensorEnv):
     num_actions = 2
     max_steps = MAX_STEPS
     state_size = 2
+    computes_with_actions = True
 
     def __init__(
         self,

@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from .constants import constant
 from .precision import Precision
-from .rollout import action_noise, inference
+from .rollout import action_noise, inference, sampler_of
 
 # Steps between two checks of whether all episodes have ended. Each check waits for a GPU.
 BLOCK = 16
 START_NOISE = 0.05  # evaluation episodes of the cart start within this distance of 0
+_NO_NOISE = constant(0)
 
 
 def play(policy: Callable, env) -> np.ndarray:
@@ -28,13 +30,15 @@ def play(policy: Callable, env) -> np.ndarray:
     """
     returns = torch.zeros(env.num_envs, dtype=torch.float32, device=env.device)
     ended = torch.zeros_like(returns, dtype=torch.bool)
+    nothing = returns.new_zeros(())
     with inference(env):
         for begin in range(0, env.max_steps, BLOCK):
             steps = range(begin, env.max_steps)
             for step, start in zip(steps, env.draw(BLOCK), strict=False):
                 _, reward, _, _ = env.step(policy(env.obs), start)
-                reward = env.discount**step * reward
-                returns += reward.masked_fill_(ended, 0)
+                if env.discount != 1:
+                    reward = env.discount**step * reward
+                returns += torch.where(ended, nothing, reward)
                 ended |= env.done
             if ended.all():
                 break
@@ -50,17 +54,27 @@ def policy_of(
     random numbers of `seed`. A `precision` of None is fp32 on the CPU.
     """
     precision = precision or Precision("fp32")
+    policy = steps_of(model, env, env.distribution.sample, greedy, seed)
+
+    def in_precision(obs: torch.Tensor) -> torch.Tensor:
+        with precision.autocast():
+            return policy(obs)
+
+    return in_precision
+
+
+def steps_of(model, env, sample: Callable, greedy: bool, seed: int) -> Callable:
+    """Like `policy_of`, for a caller that has entered a precision. `sample` samples the actions."""
     state = None
     steps = itertools.count()
 
     def policy(obs: torch.Tensor) -> torch.Tensor:
         nonlocal state
-        with precision.autocast():
-            outputs, state = model.policy(obs, state)
-        noise = 0.0
+        outputs, state = model.policy(obs, state)
+        noise = _NO_NOISE
         if not greedy:
             noise = action_noise(env, 1, seed, "evaluation actions", next(steps))[0]
-        return env.distribution.sample(outputs, noise)
+        return sample(outputs, noise)
 
     return policy
 
@@ -70,9 +84,13 @@ def evaluate(
 ) -> np.ndarray:
     """Plays one episode in each of N newly created environments with a network's policy.
 
-    Gives the returns, float32 [N]. The arguments are those of `policy_of`.
+    Gives the returns, float32 [N]. The arguments are those of `policy_of`. It computes as
+    `policy_of` does, but casts or rounds the weights only once.
     """
-    return play(policy_of(model, env, precision, greedy, seed), env)
+    precision = precision or Precision("fp32")
+    with torch.no_grad(), precision.autocast():
+        policy = steps_of(model.acting(), env, sampler_of(env), greedy, seed)
+        return play(policy, env)
 
 
 class Evaluator:

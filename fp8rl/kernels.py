@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-# "words" is used by rng.py, "recurrence" by losses.py and returns.py, "quantize" by fp8.py.
+# "words" is used by rng.py, "recurrence" by recurrence.py, "quantize" by fp8.py.
 KERNELS: dict[str, Callable] = {}
 DEVICE = "cuda"  # the type of device that the kernels are for
 

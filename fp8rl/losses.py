@@ -44,18 +44,43 @@ with V-trace's factor min(1, rho_t), which is in A_t. Hilton et al. have pi_prox
 gradient of pi / pi_prox, which is the same pi / mu, but not truncated.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from . import kernels
+from .constants import constant
 from .distribution import distribution_of
-from .rollout import TERMINATED, TRUNCATED, Rollout
+from .recurrence import recurrence_fast
+from .rollout import NO_FLAGS, TERMINATED, TRUNCATED, Rollout
 
+# What `statistics_of` makes of a loss.
+STATISTICS = (
+    "loss",
+    "policy_loss",
+    "value_loss",
+    "entropy",
+    "min_logp",
+    "ess",
+    "mean_ratio",
+    "min_ratio",
+    "max_ratio",
+    "k3",
+    "clip_fraction",
+)
 # Added to the standard deviation of the advantages before they are divided by it, so that the noise
 # of almost equal advantages is not magnified.
 FLOOR = 0.05
+_FLOOR = constant(FLOOR)
+_ONE = constant(1)
+_HALF = constant(0.5)
+_ZERO = constant(0)
+# The flags at which nothing follows a row, by `bootstrap_truncation`.
+_FINAL = {
+    True: constant(TERMINATED, torch.uint8),
+    False: constant(TERMINATED | TRUNCATED, torch.uint8),
+}
 LOWEST = torch.finfo(torch.float32).min
 
 
@@ -70,7 +95,8 @@ class Targets(NamedTuple):
 class LossCoefficients(NamedTuple):
     """The settings of the loss and of a gradient step, from a Config that is `settled`.
 
-    Each is a number, or a tensor that broadcasts against sums over time and batch (`_sum`).
+    Each is a number, or a tensor that broadcasts against sums over time and batch (`_sum`). `of`
+    makes constants of the numbers, because every update computes with them.
     """
 
     gamma: float
@@ -91,7 +117,11 @@ class LossCoefficients(NamedTuple):
             if getattr(config, name) is None:
                 reason = "which leaves it to the width or the task"
                 raise ValueError(f"{name} is None, {reason}: use config.settled(env)")
-        return cls(**{name: getattr(config, name) for name in cls._fields})
+        values = {name: getattr(config, name) for name in cls._fields}
+        for name, value in values.items():
+            if isinstance(value, float):
+                values[name] = constant(value)
+        return cls(**values)
 
 
 def vtrace(
@@ -146,27 +176,18 @@ def vtrace(
 def vtrace_fast(
     values, rewards, discounts, log_ratios, valid, lam=1.0, *, ended=None, final_values=None
 ) -> Targets:
-    """A faster `vtrace`: what does not depend on the next row is computed for all rows at once."""
+    """A faster `vtrace`: what does not depend on the next row is computed for all rows at once, and
+    the recursion over rows is that of recurrence.py."""
     next_value = _next_values(values, ended, final_values)
-    bootstrap = torch.where(discounts != 0, discounts * next_value, 0)
+    dummy = ~valid
+    bootstrap = (discounts * next_value).masked_fill_(discounts == _ZERO, 0)
     rho = torch.where(valid, log_ratios, 0).exp()
-    weight = rho.clamp(max=1) * valid
-    delta = torch.where(valid, weight * (rewards + bootstrap - values[:-1]), 0)
-    trace = discounts * lam * weight
+    weight = rho.clamp(max=1)
+    delta = (weight * (rewards + bootstrap - values[:-1])).masked_fill_(dummy, 0)
+    trace = (discounts * lam * weight).masked_fill_(dummy, 0)
     if ended is not None:
         trace = torch.where(ended, 0, trace)
-    kernel = kernels.kernel("recurrence", delta.device)
-    if kernel and not delta.requires_grad:  # a kernel has no gradient
-        advantage = kernel(delta, trace, reverse=True)
-    else:
-        next_advantage = torch.zeros_like(delta[0])
-        advantages = []  # from the last row to the first
-        for delta_t, trace_t in zip(
-            reversed(delta.unbind()), reversed(trace.unbind()), strict=True
-        ):
-            next_advantage = torch.addcmul(delta_t, trace_t, next_advantage)
-            advantages.append(next_advantage)
-        advantage = torch.stack(advantages[::-1])
+    advantage = recurrence_fast(delta, trace, reverse=True)
     return Targets(values[:-1] + advantage, advantage, rho)
 
 
@@ -185,8 +206,8 @@ def discounts_of(flags: torch.Tensor, gamma, bootstrap_truncation: bool = True) 
 
     Without `bootstrap_truncation` it is 0 at a time limit, too.
     """
-    ends = TERMINATED if bootstrap_truncation else TERMINATED | TRUNCATED
-    return gamma * ((flags & ends) == 0).float()
+    final = torch.bitwise_and(flags, _FINAL[bootstrap_truncation])
+    return gamma * (final == NO_FLAGS).float()
 
 
 def no_all_reduce(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -207,6 +228,42 @@ def _extreme(reduce: Callable, x: torch.Tensor) -> torch.Tensor:
     return reduce(reduce(x, 0, True), -1, True)
 
 
+class LossTerms(NamedTuple):
+    """What the loss of a batch is made of besides the network's results, without gradient.
+
+    float32 [T, B] each, with 0 in dummy rows, except `valid` and `dummy`, bool [T, B], and `rows`
+    and `count`, [1, 1].
+    """
+
+    advantage: torch.Tensor  # the factor of -log pi, normalized, and 0 where PPO's clip drops a row
+    target: torch.Tensor  # of the critic; in dummy rows it may be anything
+    dummy: torch.Tensor  # bool, not `valid`
+    log_ratios: torch.Tensor  # log pi - log mu
+    kept: torch.Tensor | None  # bool, whether PPO's clip lets a row count; None without a clip
+    valid: torch.Tensor
+    rows: torch.Tensor  # number of valid rows of this process
+    count: torch.Tensor  # number of valid rows of all processes, at least 1
+
+
+class Measured(NamedTuple):
+    """What a loss has measured, without gradient: `statistics_of` makes numbers of it.
+
+    The first four are [1, 1], parts of the whole batch's if there are several processes. `logp` is
+    float32 [T, B], the log-probabilities of the actions taken.
+    """
+
+    loss: torch.Tensor
+    policy_loss: torch.Tensor
+    value_loss: torch.Tensor
+    entropy: torch.Tensor
+    logp: torch.Tensor
+    log_ratios: torch.Tensor
+    kept: torch.Tensor | None
+    valid: torch.Tensor
+    rows: torch.Tensor
+    count: torch.Tensor
+
+
 def actor_critic_loss(
     outputs,
     values,
@@ -214,7 +271,7 @@ def actor_critic_loss(
     coefficients,
     all_reduce=no_all_reduce,
     compute_targets=vtrace_fast,
-):
+) -> tuple[torch.Tensor, Measured]:
     """The loss of the shared network on a rollout:
 
         policy loss + value_coef * value loss - entropy_coef * entropy
@@ -236,10 +293,145 @@ def actor_critic_loss(
                        losses and entropies of the parts add up to those of the whole batch
     `compute_targets`  `vtrace_fast`, or a function with the same arguments
 
-    Returns the loss (float32 scalar) and a dict of statistics without gradient. Statistics of
-    ratios are those of rho = pi / mu over the valid rows, before V-trace truncates it.
+    Returns the loss (float32 scalar), and what it has measured, for `statistics_of`. Dimensions
+    between time and batch stay, and the results have them.
 
-        policy_loss, value_loss
+        >>> import torch
+        >>> from fp8rl.config import Config
+        >>> flags = torch.zeros(3, 4, dtype=torch.uint8)
+        >>> logp = torch.full((3, 4), -0.69)
+        >>> rollout = Rollout(torch.zeros(4, 4, 2), torch.ones(3, 4).long(), logp + 1, flags, logp)
+        >>> outputs = torch.zeros(4, 4, 2, requires_grad=True)
+        >>> values = torch.zeros(4, 4, requires_grad=True)
+        >>> config = Config(gamma=0.9, entropy_coef=0.01)
+        >>> loss, measured = actor_critic_loss(outputs, values, rollout, config)
+        >>> loss.backward()
+        >>> statistics_of(measured)[STATISTICS.index("entropy")]
+        tensor(0.6931)
+    """
+    valid = rollout.valid
+    policy = distribution_of(rollout.action)(outputs[:-1])
+    logp = torch.where(valid, policy.log_prob(executed_actions(rollout, valid)), 0)
+    terms = loss_terms(
+        logp.detach(), values.detach(), rollout, valid, coefficients, all_reduce, compute_targets
+    )
+    error = torch.where(valid, values[:-1] - terms.target, 0)
+    loss, measured = total_loss(policy, logp, error, terms, coefficients)
+    tensors = [x if x is None else x.detach() for x in measured]
+    return loss.squeeze(-1).squeeze(0), Measured(*tensors)
+
+
+@torch.no_grad()
+def loss_gradients(
+    outputs,
+    values,
+    rollout: Rollout,
+    coefficients,
+    all_reduce=no_all_reduce,
+    compute_targets=vtrace_fast,
+) -> tuple[torch.Tensor, torch.Tensor, Measured]:
+    """The gradients of `actor_critic_loss`, by hand, with the same arguments.
+
+    Returns its gradients with respect to outputs, float32 [T, B, A] (2 A for continuous actions),
+    and values, float32 [T, B], and what the loss has measured. Row T has none, because it only
+    bootstraps. In a valid row, with n such rows in all,
+
+        d loss / d log pi(a|x)  = -advantage / n
+        d loss / d entropy      = -entropy_coef / n
+        d loss / d V            = value_coef (V - target) / n
+
+    and the distribution derives the gradients of its parameters from the first two. They are those
+    that autograd finds, but for rounding, in a third of its time where a batch is small.
+    """
+    valid = rollout.valid
+    policy = distribution_of(rollout.action)(outputs[:-1])
+    action = executed_actions(rollout, valid)
+    logp = policy.log_prob(action)
+    terms = loss_terms(logp, values, rollout, valid, coefficients, all_reduce, compute_targets)
+    logp.masked_fill_(terms.dummy, 0)
+    error = (values[:-1] - terms.target).masked_fill_(terms.dummy, 0)
+    _, measured = total_loss(policy, logp, error, terms, coefficients)
+    of_logp = -terms.advantage / terms.count
+    of_entropy = -coefficients.entropy_coef / terms.count * valid
+    of_values = coefficients.value_coef / terms.count * error
+    return policy.gradient(action, of_logp, of_entropy), of_values, measured
+
+
+def executed_actions(rollout: Rollout, valid: torch.Tensor) -> torch.Tensor:
+    """A rollout's actions, with 0 in its dummy rows.
+
+    The action of a dummy row was ignored, so it may be anything: an action that is masked out, or
+    NaN.
+    """
+    executed = valid.unsqueeze(-1) if rollout.action.is_floating_point() else valid
+    return torch.where(executed, rollout.action, 0)
+
+
+def loss_terms(
+    logp: torch.Tensor,
+    values: torch.Tensor,
+    rollout: Rollout,
+    valid: torch.Tensor,
+    coefficients,
+    all_reduce,
+    compute_targets,
+) -> LossTerms:
+    """Targets and advantages of a rollout, for the log-probabilities `logp` of its actions.
+
+    `valid` is the rollout's. In dummy rows `logp` may be anything.
+    """
+    dummy = ~valid
+    rows = _sum(valid.float())
+    log_ratios = (logp - rollout.behavior_logp).masked_fill_(dummy, 0)
+    discounts = discounts_of(rollout.flags, coefficients.gamma, coefficients.bootstrap_truncation)
+    corrected = log_ratios if coefficients.importance_correction else torch.zeros_like(log_ratios)
+    target, advantage, _ = compute_targets(
+        values, rollout.reward, discounts, corrected, valid, coefficients.lam
+    )
+    # Dummy rows hold 0, so these are sums over valid rows.
+    count, advantage_sum = all_reduce([rows, _sum(advantage)])
+    count = count.clamp(min=1)
+    if coefficients.normalize_advantage:
+        advantage = (advantage - advantage_sum / count).masked_fill_(dummy, 0)
+        (squares,) = all_reduce([_sum(advantage * advantage)])
+        advantage = advantage / ((squares / count).sqrt() + _FLOOR)
+    kept = None
+    if coefficients.clip is not None:
+        # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which
+        # the advantage pushes it.
+        clip_log_ratios = log_ratios
+        if rollout.proximal_logp is not None:
+            clip_log_ratios = (logp - rollout.proximal_logp).masked_fill_(dummy, 0)
+        kept = (clip_log_ratios.exp() - _ONE) * advantage.sign() < coefficients.clip
+        advantage = advantage * kept
+    return LossTerms(advantage, target, dummy, log_ratios, kept, valid, rows, count)
+
+
+def total_loss(
+    policy, logp: torch.Tensor, error: torch.Tensor, terms: LossTerms, coefficients
+) -> tuple[torch.Tensor, Measured]:
+    """The loss [1, 1], and what it has measured.
+
+    `logp` and `error`, how far the critic is from its targets, are float32 [T, B] and 0 in dummy
+    rows.
+    """
+    # The policy loss has no factor rho, because V-trace's min(1, rho) is in the advantage.
+    policy_loss = -_sum(logp * terms.advantage) / terms.count
+    value_loss = _HALF * _sum(error * error) / terms.count
+    entropy = _sum(policy.entropy().masked_fill(terms.dummy, 0)) / terms.count
+    loss = policy_loss + coefficients.value_coef * value_loss - coefficients.entropy_coef * entropy
+    _, _, _, *of_terms = terms
+    return loss, Measured(loss, policy_loss, value_loss, entropy, logp, *of_terms)
+
+
+@torch.no_grad()
+def statistics_of(measured: Measured) -> torch.Tensor:
+    """Statistics of a loss, float32 [n] in the order of STATISTICS.
+
+    Statistics of ratios are those of rho = pi / mu over the valid rows, before V-trace truncates
+    it.
+
+        loss, policy_loss, value_loss
         entropy         nats
         min_logp        smallest log-probability of an action taken
         ess             effective sample size of the ratios as a fraction of the rows, by Kish:
@@ -252,84 +444,47 @@ def actor_critic_loss(
 
     With several processes, each mean over rows (losses, entropy, mean_ratio, k3, clip_fraction) is
     a part, and the parts add up to the mean of the whole batch. ess and the extremes are those of
-    this process's rows. Dimensions between time and batch stay, and the results have them.
-
-        >>> import torch
-        >>> from fp8rl.config import Config
-        >>> flags = torch.zeros(3, 4, dtype=torch.uint8)
-        >>> logp = torch.full((3, 4), -0.69)
-        >>> rollout = Rollout(torch.zeros(4, 4, 2), torch.ones(3, 4).long(), logp + 1, flags, logp)
-        >>> outputs = torch.zeros(4, 4, 2, requires_grad=True)
-        >>> values = torch.zeros(4, 4, requires_grad=True)
-        >>> config = Config(gamma=0.9, entropy_coef=0.01)
-        >>> loss, statistics = actor_critic_loss(outputs, values, rollout, config)
-        >>> loss.backward()
+    this process's rows. Dimensions between time and batch stay, and the results have them: of
+    losses that are stacked there, the statistics are [n, losses].
     """
-    valid = rollout.valid
-    rows = _sum(valid.float())
-    # The action of a dummy row was ignored, so it may be anything: an action that is masked out, or
-    # NaN.
-    executed = valid.unsqueeze(-1) if rollout.action.is_floating_point() else valid
-    action = torch.where(executed, rollout.action, 0)
-    policy = distribution_of(action)(outputs.split((len(valid), 1))[0])
-    logp = torch.where(valid, policy.log_prob(action), 0)
-    log_ratios = torch.where(valid, logp.detach() - rollout.behavior_logp, 0)
-
-    # Targets and advantages.
-    discounts = discounts_of(rollout.flags, coefficients.gamma, coefficients.bootstrap_truncation)
-    corrected = log_ratios if coefficients.importance_correction else torch.zeros_like(log_ratios)
-    target, advantage, _ = compute_targets(
-        values.detach(), rollout.reward, discounts, corrected, valid, coefficients.lam
-    )
-    # Dummy rows hold 0, so these are sums over valid rows.
-    count, advantage_sum = all_reduce([rows, _sum(advantage)])
-    count = count.clamp(min=1)
-    if coefficients.normalize_advantage:
-        advantage = torch.where(valid, advantage - advantage_sum / count, 0)
-        (squares,) = all_reduce([_sum(advantage.square())])
-        advantage = advantage / ((squares / count).sqrt() + FLOOR)
-    is_clipped = torch.zeros_like(valid)
-    if coefficients.clip is not None:
-        # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which
-        # the advantage pushes it.
-        clip_log_ratios = log_ratios
-        if rollout.proximal_logp is not None:
-            clip_log_ratios = torch.where(valid, logp.detach() - rollout.proximal_logp, 0)
-        counts = (clip_log_ratios.exp() - 1) * advantage.sign() < coefficients.clip
-        advantage = advantage * counts
-        is_clipped = valid & ~counts
-
-    # The loss. The policy loss has no factor rho, because V-trace's min(1, rho) is in the
-    # advantage.
-    policy_loss = -_sum(logp * advantage) / count
-    error = torch.where(valid, values[:-1] - target, 0)
-    value_loss = 0.5 * _sum(error.square()) / count
-    entropy = _sum(torch.where(valid, policy.entropy(), 0)) / count
-    loss = policy_loss + coefficients.value_coef * value_loss - coefficients.entropy_coef * entropy
-
-    # Statistics. A dummy row has log rho = 0 here, so rho - 1 is 0, too.
+    valid, rows, count = measured.valid, measured.rows, measured.count
+    logp, log_ratios = measured.logp, measured.log_ratios
+    # A dummy row has log rho = 0 here, so rho - 1 is 0, too.
     excess = log_ratios.expm1()  # rho - 1, exact also where rho is almost 1
-    mean_ratio = (rows + _sum(excess)) / count
-    k3 = _sum(excess - log_ratios) / count
     smallest = _extreme(torch.amin, torch.where(valid, log_ratios, torch.inf))
-    log_ratios = torch.where(valid, log_ratios, -torch.inf)
-    largest = _extreme(torch.amax, log_ratios).clamp(min=LOWEST)
-    scaled_ratio = (log_ratios - largest).exp()  # the scale cancels, and nothing overflows
-    statistics = {
-        "policy_loss": policy_loss,
-        "value_loss": value_loss,
-        "entropy": entropy,
+    masked = torch.where(valid, log_ratios, -torch.inf)
+    largest = _extreme(torch.amax, masked).clamp(min=LOWEST)
+    scaled_ratio = (masked - largest).exp()  # the scale cancels, and nothing overflows
+    scaled_sum = _sum(scaled_ratio)
+    scaled_squares = _sum(scaled_ratio * scaled_ratio)
+    clipped_rows = torch.zeros_like(rows)
+    if measured.kept is not None:
+        # For bools, a > b means "a and not b".
+        clipped_rows = _sum((valid > measured.kept).float())
+    numbers = {
+        "loss": measured.loss,
+        "policy_loss": measured.policy_loss,
+        "value_loss": measured.value_loss,
+        "entropy": measured.entropy,
         "min_logp": _extreme(torch.amin, torch.where(valid, logp, torch.inf)),
-        "ess": _sum(scaled_ratio).square() / (rows * _sum(scaled_ratio.square())).clamp(min=1),
-        "mean_ratio": mean_ratio,
+        "ess": scaled_sum * scaled_sum / (rows * scaled_squares).clamp(min=1),
+        "mean_ratio": (rows + _sum(excess)) / count,
         "min_ratio": smallest.exp(),
         "max_ratio": largest.exp(),
-        "k3": k3,
-        "clip_fraction": _sum(is_clipped.float()) / count,
+        "k3": _sum(excess - log_ratios) / count,
+        "clip_fraction": clipped_rows / count,
     }
-    return _squeezed(loss), {name: _squeezed(x.detach()) for name, x in statistics.items()}
+    return torch.cat([numbers[name] for name in STATISTICS]).squeeze(-1)
 
 
-def _squeezed(x: torch.Tensor) -> torch.Tensor:
-    """A result [1, 1] of `_sum` as a scalar."""
-    return x.squeeze(-1).squeeze(0)
+def statistics_of_all(losses: list[Measured]) -> torch.Tensor:
+    """The statistics of several losses, float32 [losses, n].
+
+    Losses of batches of the same shape are computed together, which takes fewer calls.
+    """
+    statistics = []
+    for _, alike in itertools.groupby(losses, lambda measured: measured.logp.shape):
+        columns = zip(*alike, strict=True)
+        stacked = [None if x[0] is None else torch.stack(x, dim=1) for x in columns]
+        statistics.append(statistics_of(Measured(*stacked)).transpose(0, 1))
+    return torch.cat(statistics)

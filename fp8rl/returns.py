@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import kernels
+from .recurrence import recurrence_fast
 from .rollout import Rollout
 from .state import TensorState
 
@@ -23,7 +23,8 @@ class RewardScale(TensorState):
 
     `open` is G of each environment, float32 [N]. `square`, float32 [2, 1], holds two running means,
     that of G^2 and that of the constant 1. Both start from 0, so their quotient is unbiased from
-    the first step on, as in Adam.
+    the first step on, as in Adam. `scale`, float32 [1], is the factor by which rewards are
+    multiplied. It is 1 as long as there were no rewards, or only rewards of 0.
     """
 
     NAMES = ("open", "square")
@@ -32,15 +33,16 @@ class RewardScale(TensorState):
     def __init__(self, num_envs: int | tuple[int, ...], device="cpu"):
         self.open = torch.zeros(num_envs, dtype=torch.float32, device=device)
         self.square = torch.zeros(2, *self.open.shape[:-1], 1, dtype=torch.float32, device=device)
+        self.scale = self._scale()
 
-    @property
-    def scale(self) -> torch.Tensor:
-        """The factor by which rewards are multiplied, float32 [1].
-
-        It is 1 as long as there were no rewards, or only rewards of 0.
-        """
+    def _scale(self) -> torch.Tensor:
+        """The scale that follows from the running means."""
         mean_square, mean_one = self.square
         return (mean_square / mean_one).rsqrt().nan_to_num(nan=1, posinf=1)
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        super().load_state_dict(state)
+        self.scale = self._scale()
 
     def add(self, rollout: Rollout, gamma, all_reduce: Callable) -> None:
         """Adds the rewards of the next rollout, with the discount `gamma`.
@@ -58,21 +60,15 @@ class RewardScale(TensorState):
         # The decay is 0 in the dummy row before a new episode. After an infinite reward, at which
         # training stops, G stays NaN.
         decay = rollout.valid.float() * gamma
-        if kernel := kernels.kernel("recurrence", rewards.device):
-            G = kernel(rewards, decay, self.open)  # [T, N]
-        else:
-            G_t = self.open
-            sums = []
-            for reward_t, decay_t in zip(rewards.unbind(), decay.unbind(), strict=True):
-                G_t = decay_t * G_t + reward_t
-                sums.append(G_t)
-            G = torch.stack(sums)
+        G = recurrence_fast(rewards, decay, self.open)  # [T, N]
         self.open.copy_(G[-1])
         squares = G.square().sum((0, -1)).unsqueeze(-1)  # [1]
         steps = torch.full_like(squares, rewards.numel() / squares.numel())
         squares, steps = all_reduce([squares, steps])
         mean = torch.stack((squares, steps)) / steps
         self.square.lerp_(mean, 1 - self.DECAY ** len(G))
+        # Once a rollout, because every update reads it.
+        self.scale = self._scale()
 
 
 class EpisodeReturns(TensorState):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from .constants import constant
 from .precision import Precision
 from .rng import rows
 
@@ -22,6 +23,9 @@ from .rng import rows
 TERMINATED = 1
 TRUNCATED = 2
 DUMMY = 4
+_DUMMY = constant(DUMMY, torch.uint8)
+_ENDS = constant(TERMINATED | TRUNCATED, torch.uint8)
+NO_FLAGS = constant(0, torch.uint8)
 # The largest magnitudes of observations and rewards that float32 can learn from (norms square the
 # gradient), each with a wrapper of Gymnasium that scales larger ones down.
 LARGEST_ALLOWED = {"obs": (1e8, "NormalizeObservation"), "reward": (1e15, "NormalizeReward")}
@@ -43,12 +47,12 @@ class Rollout(NamedTuple):
     @property
     def valid(self) -> torch.Tensor:
         """bool [T, B]: True where the action was actually executed."""
-        return (self.flags & DUMMY) == 0
+        return torch.bitwise_and(self.flags, _DUMMY) == NO_FLAGS
 
     @property
     def ended(self) -> torch.Tensor:
         """bool [T, B]: True where the action ended its episode."""
-        return (self.flags & (TERMINATED | TRUNCATED)) != 0
+        return torch.bitwise_and(self.flags, _ENDS) != NO_FLAGS
 
     @property
     def first(self) -> torch.Tensor:
@@ -114,6 +118,13 @@ def action_noise(env, length: int, seed, purpose: str, iteration: int) -> torch.
     return env.distribution.noise(rows(seed, purpose, iteration, shape, env.device))
 
 
+def sampler_of(env):
+    """The function that samples the actions of an environment, in the form that suits it best."""
+    if env.computes_with_actions:
+        return env.distribution.sample_numbers
+    return env.distribution.sample
+
+
 @contextlib.contextmanager
 def inference(env):
     """Inference mode, for stepping an environment.
@@ -146,9 +157,10 @@ def unroll(model, env, noise, starts, state):
     rewards = []
     ends = []
     resets_first = env.done  # the first step resets where the last rollout ended an episode
+    sample = sampler_of(env)
     for step_noise, start in zip(noise.unbind(), starts, strict=True):
         output, state = model.policy(env.obs, state)
-        action = env.distribution.sample(output, step_noise)
+        action = sample(output, step_noise)
         if state is not None:
             # Where this step resets, a new episode begins, in which the policy's state is 0.
             state = torch.where(env.done.unsqueeze(-1), 0, state)
@@ -163,7 +175,8 @@ def unroll(model, env, noise, starts, state):
     flags = TERMINATED * ends[:, 0] + TRUNCATED * ends[:, 1]
     resets = torch.cat((resets_first.unsqueeze(0), flags[:-1] != 0))
     flags += DUMMY * resets.byte()
-    results = (torch.stack(obs), torch.stack(actions), torch.stack(rewards), flags)
+    actions = env.distribution.actions(torch.stack(actions))
+    results = (torch.stack(obs), actions, torch.stack(rewards), flags)
     return (*results, torch.stack(outputs)), state
 
 
@@ -231,13 +244,11 @@ class Collector:
         starts = self.env.draw(self.length)
         self.rollouts += 1
         state_before = self.state
-        mode = contextlib.nullcontext()
-        policy = self.model
-        if self.loop is unroll:
-            mode = inference(self.env)
-            policy = self.model.acting()
+        unrolls = self.loop is unroll
+        mode = inference(self.env) if unrolls else contextlib.nullcontext()
         # One region for the whole loop, so that autocast casts the weights only once.
         with mode, self.precision.autocast():
+            policy = self.model.acting() if unrolls else self.model
             results, state = self.loop(policy, self.env, noise, starts, state_before)
         obs, action, reward, flags, outputs = map(_usable, results)
         self.state = _usable(state)

@@ -29,14 +29,24 @@ from .config import Config
 from .distribution import distribution_of
 from .evaluate import Evaluator
 from .history import LOSS_TERMS, ROW_MEANS, History, summarize
-from .losses import LossCoefficients, actor_critic_loss, no_all_reduce, vtrace_fast
+from .losses import (
+    STATISTICS,
+    LossCoefficients,
+    Measured,
+    actor_critic_loss,
+    no_all_reduce,
+    statistics_of_all,
+    vtrace_fast,
+)
 from .model import ActorCritic
-from .precision import PRECISIONS, Precision
+from .precision import PRECISIONS, Precision, StepReport
 from .replay.ring import ReplayBuffer
 from .returns import EpisodeReturns, RewardScale
 from .rng import seed_of
 from .rollout import Collector, Rollout, check_extremes, extremes
 
+# What an update measures: the statistics of its loss and of its gradient step.
+OF_UPDATE = (*STATISTICS, *StepReport._fields)
 PATIENCE = 20  # consecutive iterations without a finite gradient before a run gives up
 ADAM_EPS = 1e-5
 
@@ -46,6 +56,32 @@ def forward_pass(model: nn.Module, batch: Rollout) -> tuple[torch.Tensor, torch.
     if model.recurrent:
         return model(batch.obs, batch.state, batch.first)
     return model(batch.obs)
+
+
+class Updated(NamedTuple):
+    """What an update measures: its loss, and its gradient step."""
+
+    loss: Measured
+    step: StepReport
+
+
+def statistics_of_updates(updates: list[Updated]) -> torch.Tensor:
+    """The statistics of updates, float32 [updates, n] in the order of OF_UPDATE.
+
+    With several processes, the statistics of the losses are this process's parts. They are computed
+    for all updates at once, which takes fewer calls.
+    """
+    of_loss = statistics_of_all([update.loss for update in updates])
+    columns = zip(*(update.step for update in updates), strict=True)
+    of_step = torch.stack([torch.stack(column).float() for column in columns], dim=1)
+    return torch.cat((of_loss, of_step), dim=1)
+
+
+def gradients_by_autograd(learner: "Learner", batch: Rollout) -> Measured:
+    """Puts the gradients of a batch's loss into the parameters. Returns what the loss measured."""
+    loss, measured = learner.loss(batch)
+    learner.precision.backward([loss], [torch.ones_like(loss)], learner.optimizer)
+    return measured
 
 
 class Learner:
@@ -58,6 +94,7 @@ class Learner:
     `all_reduce`       sums tensors over the processes that train together
     `forward`          computes outputs and values: `forward_pass`, or a faster form of it
     `compute_targets`  `losses.vtrace_fast`, or a function with the same arguments
+    `gradients`        `gradients_by_autograd`, or a faster form of it
     """
 
     def __init__(
@@ -70,6 +107,7 @@ class Learner:
         all_reduce: Callable = no_all_reduce,
         forward: Callable = forward_pass,
         compute_targets: Callable = vtrace_fast,
+        gradients: Callable = gradients_by_autograd,
     ):
         if isinstance(coefficients, Config):
             coefficients = LossCoefficients.of(coefficients)
@@ -81,6 +119,7 @@ class Learner:
         self.all_reduce = all_reduce
         self.forward = forward
         self.compute_targets = compute_targets
+        self.gradients = gradients
         self.device = precision.device
         # Whether the weights are part of the optimizer's state, as in bits/low_bit_adam.py.
         self.optimizer_has_weights = getattr(optimizer, "has_weights", False)
@@ -112,28 +151,32 @@ class Learner:
             self.reward_scale.add(rollout, self.coefficients.gamma, self.all_reduce)
         self.model.add_observations(rollout.obs[:-1], self.all_reduce)
 
-    def update(self, batch: Rollout) -> dict[str, torch.Tensor]:
+    def update(self, batch: Rollout) -> Updated:
         """One gradient step on a batch, which may be on any device.
 
-        Returns the statistics of the loss and of the step, as scalar tensors. With several
-        processes, the statistics of the loss are this process's part.
+        Returns what it has measured, for `statistics_of_updates`.
         """
-        loss, statistics = self.loss(batch)
+        measured = self.gradients(self, batch)
         max_grad_norm = self.coefficients.max_grad_norm
-        report = self.precision.step(loss, self.optimizer, max_grad_norm, self.all_reduce)
-        return {"loss": loss.detach(), **statistics, **report._asdict()}
+        report = self.precision.apply_gradients(self.optimizer, max_grad_norm, self.all_reduce)
+        return Updated(measured, report)
 
-    def loss(self, batch: Rollout) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of a batch, which may be on any device, and its statistics."""
-        batch = batch.to(self.device)
-        if self.reward_scale is not None:
-            scale = self.reward_scale.scale.to(self.device)
-            batch = batch._replace(reward=batch.reward * scale)
+    def loss(self, batch: Rollout) -> tuple[torch.Tensor, Measured]:
+        """The loss of a batch, which may be on any device, and what it has measured."""
+        batch = self.prepared(batch)
         with self.precision.autocast():
             outputs, values = self.forward(self.model, batch)
         return actor_critic_loss(
             outputs, values, batch, self.coefficients, self.all_reduce, self.compute_targets
         )
+
+    def prepared(self, batch: Rollout) -> Rollout:
+        """A batch on the learner's device, with scaled rewards."""
+        batch = batch.to(self.device)
+        if self.reward_scale is None:
+            return batch
+        scale = self.reward_scale.scale.to(self.device)
+        return batch._replace(reward=batch.reward * scale)
 
     @torch.no_grad()
     def log_prob(self, rollout: Rollout) -> torch.Tensor:
@@ -182,14 +225,12 @@ class Parts(NamedTuple):
 class Measurements(NamedTuple):
     """The numbers that an iteration measures, in one tensor on the learner's device.
 
-    `names`    names of the statistics of one update
     `updates`  number of updates
-    `numbers`  float64, the statistics of one update after the other, then the numbers that are
-               measured once in an iteration
+    `numbers`  float64, the statistics of one update after the other (OF_UPDATE), then the numbers
+               that are measured once in an iteration
     `extremes` the `rollout.extremes` of the iteration's rollout, on the collector's device
     """
 
-    names: tuple[str, ...]
     updates: int
     numbers: torch.Tensor
     extremes: torch.Tensor
@@ -313,19 +354,19 @@ class Run:
         """Raises ValueError for a rollout that nothing can be learned from."""
         check_extremes(rollout_extremes[0].tolist())
 
-    def improve(self, rollout: Rollout) -> list[dict[str, torch.Tensor]]:
-        """Learns from a new rollout and from slices of the ring. Returns each update's statistics.
+    def improve(self, rollout: Rollout) -> list[Updated]:
+        """Learns from a new rollout and from slices of the ring. Returns what each update measured.
 
         A subclass may have another schedule, such as several epochs over the new rollout.
         """
-        statistics = []
+        updates = []
         for update in range(self.config.updates):
             if update < self.config.fresh_updates:
                 batch = rollout
             else:
                 batch = self.sample(update)  # from older policies: V-trace corrects
-            statistics.append(self.learner.update(batch))
-        return statistics
+            updates.append(self.learner.update(batch))
+        return updates
 
     def sample(self, update: int = 0) -> Rollout:
         """Slices from the ring, for an update of this iteration.
@@ -345,16 +386,14 @@ class Run:
     def measure(
         self,
         rollout: Rollout,
-        updates: list[dict[str, torch.Tensor]],
+        updates: list[Updated],
         rollout_extremes: torch.Tensor,
     ) -> Measurements:
         """Gathers the measurements of an iteration in one tensor, so that the host waits for a GPU
         only once."""
-        of_updates = torch.stack([x.float() for update in updates for x in update.values()])
-        once = self.measure_once(rollout)
-        numbers = [of_updates, *once]
+        numbers = [statistics_of_updates(updates), *self.measure_once(rollout)]
         numbers = torch.cat([x.to(self.learner.device).double().flatten() for x in numbers])
-        return Measurements(tuple(updates[0]), len(updates), numbers, rollout_extremes)
+        return Measurements(len(updates), numbers, rollout_extremes)
 
     def measure_once(self, rollout: Rollout) -> list[torch.Tensor]:
         """The numbers that are measured once in an iteration.
@@ -389,12 +428,12 @@ class Run:
         `numbers` are the numbers of the measurements, copied to the host, [n]. Each may be an
         array.
         """
-        names = measurements.names
+        size = len(OF_UPDATE)
         updates = [
-            dict(zip(names, numbers[i * len(names) :], strict=False))
+            dict(zip(OF_UPDATE, numbers[i * size :], strict=False))
             for i in range(measurements.updates)
         ]
-        returns, episodes, clipped, *outside = numbers[measurements.updates * len(names) :]
+        returns, episodes, clipped, *outside = numbers[measurements.updates * size :]
         summary = summarize(updates)
         added = (*LOSS_TERMS, *ROW_MEANS)  # over processes
         parts = np.stack([returns, episodes, clipped, *(summary[name] for name in added)])
@@ -539,19 +578,66 @@ def progress_text(row: dict[str, float]) -> str:
 
 
 class Adam(torch.optim.Adam):
-    """torch's Adam, without an import that would delay the start by more than a second.
+    """torch's Adam, without an import that would delay the start by more than a second, and with
+    fewer calls on a CPU.
 
     torch wraps these methods for `torch.compile`, which this package does not use. The wrappers
     import all of `torch._dynamo` at their first call. Without them the methods compute the same
     numbers, and hooks of optimizers are still called.
+
+    torch also counts the steps of each parameter in a tensor of its own, and adds 1 to each of
+    them. Here the counts are entries of one tensor, as far as all parameters take the same steps.
     """
 
     add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
     state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
     load_state_dict = inspect.unwrap(torch.optim.Adam.load_state_dict)
-    # The wrapper of `step` also turns gradients off.
-    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+    plain_step = inspect.unwrap(torch.optim.Adam.step)
+
+    @torch.no_grad()  # as in the wrapper of torch's `step`
+    def step(self, closure=None):
+        """Like torch's `step`, which is `plain_step`."""
+        group, *others = self.param_groups
+        parameters = group["params"]
+        states = [self.state[p] for p in parameters if p.grad is not None and p in self.state]
+        unusual = others or closure or group["amsgrad"] or group["maximize"]
+        if unusual or not group["fused"] or len(states) < len(parameters) or parameters[0].is_cuda:
+            return self.plain_step(closure)
+        counts = joint_counts(states)
+        counts.add_(1)
+        beta1, beta2 = group["betas"]
+        found_inf = getattr(self, "found_inf", None)  # of a GradScaler, as `grad_scale`
+        torch._fused_adam_(
+            parameters,
+            [p.grad for p in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=found_inf,
+        )
+        if found_inf is not None:
+            counts.sub_(found_inf)
+        return None
+
+
+def joint_counts(states: list[dict]) -> torch.Tensor:
+    """The step counts of parameters as one tensor [parameters], whose entries are in `states`."""
+    counts = states[0]["step"]._base
+    if counts is None or any(state["step"]._base is not counts for state in states):
+        counts = torch.stack([state["step"] for state in states])
+        for i, state in enumerate(states):
+            state["step"] = counts[i]
+    return counts
 
 
 def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> Adam:

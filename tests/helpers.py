@@ -158,8 +158,9 @@ def start_server() -> None:
     """Starts the server of this process that forks others. It has imported everything, which takes
     longer than what the processes of these tests do. (If a study has started the server before, it
     has only torch, and its processes import the rest.)"""
-    # The second comes with a process's first optimizer
-    SERVER.set_forkserver_preload(["fp8rl.cli.main", "torch._dynamo"])
+    # The last comes with a process's first optimizer
+    commands = ["fp8rl.cli.train", "fp8rl.cli.study", "fp8rl.study.figures"]
+    SERVER.set_forkserver_preload([*commands, "torch._dynamo"])
     forkserver.ensure_running()
 
 

@@ -711,6 +711,10 @@ RUNS = {
         populations_into,
     ),
     "loops": Run({"loops.md": {"updates an iteration", "fp8rl / JAX"}}, {"ROUNDS": 1}, one_speed),
+    "calls": Run(
+        {"calls.md": {"kind", "an update", "a step of the rollout", "sampling slices"}},
+        {"CONFIG": Config(steps=10**6, **{"eval_every": 0, "eval_episodes": 2, **TINY})},
+    ),
     "widths on a CPU": Run(
         {"widths.md": {"width", "bf16 / fp32", "2 agents in fp8"}},
         {

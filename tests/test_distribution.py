@@ -42,6 +42,21 @@ def test_the_categorical_is_torch_s(seed, actions):
     assert distribution_of(action) is Categorical
 
 
+@pytest.mark.parametrize("distribution, size", [(Categorical, 2), (Categorical, 3), (Gaussian, 4)])
+def test_numbers_that_are_sampled_are_the_actions(distribution, size):
+    torch.manual_seed(0)
+    outputs = torch.randn(100, size)
+    outputs[::7] = torch.nan
+    actions = size if distribution is Categorical else size // 2
+    noise = distribution.noise(uniform(0, "actions", 0, (100, distribution.numbers(actions))))
+    expected = distribution.sample(outputs, noise)
+    numbers = distribution.sample_numbers(outputs, noise)
+    assert numbers.dtype == (torch.int64 if size == 3 else torch.float32)
+    found = distribution.actions(numbers)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_samples_have_the_mean_and_the_deviation():
     outputs = torch.tensor([0.3, math.log(0.5)]).expand(100_000, 2)
     x = Gaussian.sample(outputs, Gaussian.noise(uniform(0, "actions", 0, (100_000, 1))))

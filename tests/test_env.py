@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fp8rl import env as cart
 from fp8rl.env import LIMIT, MAX_STEPS, PUSH, Cart, TensorEnv, dynamics, outcome
 from fp8rl.evaluate import play
+from fp8rl.tasks.cartpole import CartPole
 from fp8rl.tasks.custom_env import CustomEnv
 from fp8rl.tasks.gymnasium_env import interface_of
 
@@ -225,3 +226,13 @@ def test_a_task_goes_on_from_a_state_whatever_memory_its_start_is_in():
     for env in (ours, again):
         env.step(torch.tensor([1, 1, 0]))
     assert all(torch.equal(x, again.state_dict()[name]) for name, x in ours.state_dict().items())
+
+
+@pytest.mark.parametrize("task", [Cart, CartPole])
+def test_a_task_that_computes_with_actions_takes_them_as_numbers(task):
+    one, other = task(50, seed=3), task(50, seed=3)
+    assert one.computes_with_actions and not TensorEnv.computes_with_actions
+    for step in range(30):
+        action = (torch.arange(50) + step) % 3 % 2
+        for x, y in zip(one.step(action), other.step(action.float()), strict=True):
+            assert torch.equal(x, y)

@@ -1,13 +1,15 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 
 from fp8rl.distribution import Categorical
 from fp8rl.env import Cart
-from fp8rl.evaluate import evaluate, play
+from fp8rl.evaluate import evaluate, play, policy_of
+from fp8rl.machine.reused_forward import FAST_NETWORKS
 from fp8rl.model import ActorCritic
-from fp8rl.precision import Precision
+from fp8rl.precision import Precision, available_precisions
 from fp8rl.recurrent import RecurrentActorCritic
 
 
@@ -78,3 +80,20 @@ def test_it_computes_in_the_precision_that_is_given():
         seen.clear()
         evaluate(model, Cart(3), Precision(name))
         assert set(seen) == {dtype}
+
+
+@pytest.mark.parametrize("name", available_precisions())
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("kind", FAST_NETWORKS)
+def test_an_evaluation_plays_the_policy_bit_for_bit(kind, greedy, name):
+    torch.manual_seed(1)
+    precision = Precision(name)
+    model = precision.prepare(FAST_NETWORKS[kind]())
+    env, other = Cart(20, seed=2), Cart(20, seed=2)
+    with torch.no_grad():
+        model.actor.weight.mul_(100)  # a policy that prefers one action
+        model.add_observations(torch.randn(50, 2), lambda tensors: tensors)
+        model.update_statistics()
+    expected = play(policy_of(model, other, precision, greedy, seed=5), other)
+    assert np.array_equal(evaluate(model, env, precision, greedy, seed=5), expected)
+    assert len(set(expected)) > 1 and not env.obs.is_inference()

@@ -3,6 +3,7 @@ import math
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fp8rl.history import History
@@ -93,6 +94,26 @@ def test_a_training_shows_sampled_returns_and_what_the_loss_did():
     assert [text.get_text() for text in top.texts] == list(figures.REFERENCES)
     assert [ax.get_title() for ax in below] == [*figures.BELOW.values()]
     assert all(np.allclose(ax.lines[0].get_ydata(), 0.1 * np.arange(6)) for ax in below)
+
+
+@pytest.mark.parametrize("marks", [True, False])
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1, 1e3, 1e6])
+def test_the_margins_of_a_training_have_room_for_its_labels(scale, marks):
+    history = History()
+    for i in range(20):
+        row = {"steps": 10**7 * (i + 1), "train_return": -1.2345 * scale * i}
+        row["eval_return"] = math.nan
+        history.add(row | dict.fromkeys(figures.BELOW, -scale * (1.234 + 0.001 * i)))
+    figure = figures.training(Figure(figsize=(8, 5.5), dpi=120), history, "a run", marks)
+    FigureCanvasAgg(figure).draw()
+    labels = [label for ax in figure.axes for label in (ax.title, ax.xaxis, ax.yaxis)]
+    boxes = {label: label.get_tightbbox(figure.canvas.get_renderer()) for label in labels}
+    for box in boxes.values():
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1
+    for one, other in itertools.combinations(labels, 2):
+        share_a_corner = one.axes is other.axes and one is not one.axes.title
+        assert share_a_corner or not boxes[one].overlaps(boxes[other])
 
 
 # What a study saw

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl.config import Config
-from fp8rl.losses import FLOOR, actor_critic_loss, discounts_of, vtrace, vtrace_fast
+from fp8rl.losses import (
+    FLOOR,
+    STATISTICS,
+    actor_critic_loss,
+    discounts_of,
+    statistics_of,
+    vtrace,
+    vtrace_fast,
+)
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 
 GAMMA = 0.9
@@ -97,7 +105,11 @@ def test_truncation_bootstraps_and_termination_does_not():
 
 
 def loss_of(logits, values, rollout, **changes):
-    return actor_critic_loss(logits, values, rollout, dataclasses.replace(SETTINGS, **changes))
+    config = dataclasses.replace(SETTINGS, **changes)
+    loss, measured = actor_critic_loss(logits, values, rollout, config)
+    statistics = statistics_of(measured)
+    assert not statistics.requires_grad
+    return loss, dict(zip(STATISTICS, statistics, strict=True))
 
 
 @given(
@@ -169,8 +181,8 @@ def test_statistics_by_hand():
         "k3": (1.6 - 1 - np.log(1.6) + 0.4 - 1 - np.log(0.4)) / 2,
         "clip_fraction": 0.0,
     }
+    assert stats.pop("loss") == loss and loss.requires_grad
     assert {name: stat.item() for name, stat in stats.items()} == pytest.approx(expected, rel=1e-5)
-    assert loss.requires_grad and not any(stat.requires_grad for stat in stats.values())
     narrow = torch.full((11, 3, 1), -2.0)  # positive log-densities, and those of dummy rows are 0
     outputs = torch.cat((torch.zeros(11, 3, 1), narrow), dim=-1)
     values, _, rollout = random_rollout(3, 10)

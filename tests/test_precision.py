@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8rl.build import build, build_population
 from fp8rl.config import Config
 from fp8rl.model import ActorCritic
-from fp8rl.precision import Precision, available_precisions, float32_matmuls
+from fp8rl.precision import Precision, available_precisions, clip_gradients, float32_matmuls
 from fp8rl.sequences.laboratory import Arm, Laboratory, Setting, horizons
 from fp8rl.study.watched_run import watched
 
@@ -95,6 +95,25 @@ def test_clipping_bounds_the_step(name):
     report = precision.step(forward_loss(precision, model), optimizer, 1e-4)
     step = nn.utils.parameters_to_vector(model.parameters()) - before
     assert report.grad_norm > 1e-3 and step.norm().item() == pytest.approx(0.1 * 1e-4, rel=0.01)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, torch.nan, torch.inf])
+@pytest.mark.parametrize("max_norm", [0.5, 0.3, torch.tensor(0.3)])
+def test_gradients_are_clipped_as_torch_clips_them(size, max_norm):
+    torch.manual_seed(0)
+    models = [ActorCritic(), ActorCritic()]
+    for i, parameters in enumerate(zip(*(model.parameters() for model in models), strict=True)):
+        gradient = torch.randn_like(parameters[0]) * (size if i == 3 else min(size, 1))
+        for p in parameters:
+            p.grad = gradient.clone()
+    models[0].spread = models[1].spread = torch.nn.Parameter(torch.zeros(1))  # without a gradient
+    norm = clip_gradients([*models[0].parameters()], max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(models[1].parameters(), float(max_norm))
+    torch.testing.assert_close(norm, expected, rtol=0, atol=0, equal_nan=True)
+    for one, other in zip(
+        models[0].inputs.parameters(), models[1].inputs.parameters(), strict=True
+    ):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])

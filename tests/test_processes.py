@@ -43,7 +43,7 @@ from fp8rl.disk import checkpoint
 from fp8rl.disk.run_folder import FILES, MARK, Folder
 from fp8rl.env import Cart
 from fp8rl.history import ROW_MEANS
-from fp8rl.losses import actor_critic_loss, no_all_reduce
+from fp8rl.losses import STATISTICS, actor_critic_loss, no_all_reduce, statistics_of
 from fp8rl.machine import processes
 from fp8rl.model import ActorCritic
 from fp8rl.normalization import NETWORKS
@@ -87,7 +87,7 @@ def learned(
     learner = Learner(
         GIVEN[name].settled(Cart), model, Precision("fp32"), optimizer, all_reduce=all_reduce
     )
-    losses = [float(learner.update(rollout)["loss"]) for rollout in rollouts]
+    losses = [learner.update(rollout).loss.loss.item() for rollout in rollouts]
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach(), losses
 
 
@@ -405,11 +405,12 @@ def loss_of(model, batch: Rollout, normalized: bool = True, all_reduce=no_all_re
     """The loss, its gradient, and the statistics that add up."""
     logits, values = model(batch.obs)
     config = Config(gamma=0.99, entropy_coef=0.01, normalize_advantage=normalized)
-    loss, stats = actor_critic_loss(logits, values, batch, config, all_reduce)
+    loss, measured = actor_critic_loss(logits, values, batch, config, all_reduce)
     gradient = torch.autograd.grad(loss, list(model.parameters()))
     names = ("policy_loss", "value_loss", "entropy", *ROW_MEANS)
     vector = torch.cat([x.flatten() for x in gradient])
-    return loss.detach(), vector, torch.stack([stats[name] for name in names])
+    statistics = statistics_of(measured)
+    return loss.detach(), vector, statistics[[STATISTICS.index(name) for name in names]]
 
 
 def test_what_ranks_cannot_share_is_refused_before_a_run_is_replaced(tmp_path, monkeypatch, capsys):

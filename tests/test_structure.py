@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import gc
 import importlib
 import re
 import signal
@@ -61,7 +62,7 @@ def test_every_import_is_one_of_a_module():
 
 
 AGENT = "config env distribution model recurrent normalization precision fp8 rng rollout losses"
-AGENT += " returns history evaluate train kernels state"
+AGENT += " returns history evaluate train kernels state constants recurrence"
 
 
 def test_the_agent_stands_on_itself_formats_and_the_ring():
@@ -134,6 +135,10 @@ ALONE = {  # what is imported, and what must not come with it
     "fp8rl.fp8, fp8rl.bits": PACKAGES,
     "fp8rl.doctor.watch, fp8rl.doctor.keep, fp8rl.doctor.twin, fp8rl.doctor.command": PACKAGES,
     "fp8rl.bits.low_bit_adam": {"fp8rl.config", "fp8rl.train"},
+    # A command waits for no other command's imports, and for matplotlib only when it draws
+    "fp8rl.cli.main": {"matplotlib", "fp8rl.build", "fp8rl.cli.train", "fp8rl.cli.study"},
+    "fp8rl.cli.train, fp8rl.cli.study, fp8rl.cli.memory, fp8rl.cli.bench": {"matplotlib"},
+    "fp8rl.cli.evaluate": {"matplotlib", "fp8rl.cli.train", "fp8rl.cli.study"},
     ", ".join(f"fp8rl.{name}" for name in EXAMPLES): {
         "gymnasium",
         "tqdm",
@@ -186,8 +191,11 @@ def test_gymnasium_finds_the_tasks_whatever_is_imported_first(loaded):
 
 
 @pytest.mark.parametrize("name", ["fp8rl.__main__", "fp8rl.doctor.__main__"])
-def test_another_program_that_imports_the_package_keeps_its_ctrl_c(name, monkeypatch):
+def test_another_program_that_imports_the_package_keeps_its_ctrl_c_and_its_collector(
+    name, monkeypatch
+):
     monkeypatch.delitem(sys.modules, name, raising=False)
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(signal.SIGINT), gc.get_freeze_count()
     importlib.import_module(name)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert (signal.getsignal(signal.SIGINT), gc.get_freeze_count()) == before
+    assert gc.isenabled()

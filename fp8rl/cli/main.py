@@ -6,10 +6,12 @@ input (a bad value, a folder in use, a missing file) is reported in one line on 
 code is 2 either way.
 """
 
+import importlib
 import re
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 
 import torch
 import tyro
@@ -17,19 +19,18 @@ import tyro
 from ..machine import hardware, processes
 from ..tasks.gymnasium_env import EnvironmentFailed
 from .arguments import WHOLE_NUMBERS
-from .bench import measure
-from .evaluate import evaluate_run
-from .memory import predict_and_measure
-from .study import compare
-from .train import train
 
+# The module in this folder, and the function in it, of each command. Imports take longer than a
+# short training, so a command that argv names is imported alone. (The help of all commands, and the
+# answer to a misspelt one, import them all.) Commands import matplotlib only when they draw.
 COMMANDS = {
-    "train": train,
-    "eval": evaluate_run,
-    "study": compare,
-    "memory": predict_and_measure,
-    "bench": measure,
+    "train": ("train", "train"),
+    "eval": ("evaluate", "evaluate_run"),
+    "study": ("study", "compare"),
+    "memory": ("memory", "predict_and_measure"),
+    "bench": ("bench", "measure"),
 }
+PROGRAM = "python -m fp8rl"
 DESCRIPTION = """\
 Train reinforcement learning agents in float32, bfloat16, float16 or FP8, and measure what few bits
 cost. For example:
@@ -39,13 +40,25 @@ python -m fp8rl train --env-id CartPole-v1 --precision fp8 --out runs/a
 python -m fp8rl eval runs/a"""
 
 
+def import_command(name: str) -> Callable:
+    """The function of a command, whose module is imported."""
+    module, function = COMMANDS[name]
+    return getattr(importlib.import_module(f".{module}", __package__), function)
+
+
 def run_command() -> None:
     """Runs the command that argv names. Prints the help of all commands if it names none."""
+    arguments = sys.argv[1:] or ["--help"]
+    name = arguments[0]
+    if name in COMMANDS:
+        command = import_command(name)
+        tyro.cli(command, prog=f"{PROGRAM} {name}", args=arguments[1:], registry=WHOLE_NUMBERS)
+        return
     tyro.extras.subcommand_cli_from_dict(
-        COMMANDS,
-        prog="python -m fp8rl",
+        {name: import_command(name) for name in COMMANDS},
+        prog=PROGRAM,
         description=DESCRIPTION,
-        args=sys.argv[1:] or ["--help"],
+        args=arguments,
         registry=WHOLE_NUMBERS,
     )
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from matplotlib.figure import Figure
 
 from ..config import Config
 from ..disk.run_folder import Folder, read_mark, require_free
@@ -20,7 +19,7 @@ from ..history import History
 from ..machine.hardware import cores
 from ..population.batches import shared
 from ..study import comparison as study
-from ..study import figures, parallel
+from ..study import parallel
 from ..study.dask_cluster import Cluster, dask_cluster
 from ..tasks.by_id import task_of
 from . import throughput
@@ -357,6 +356,10 @@ def write_study(
     The results have the column `batch_agents`: how many agents an agent's batch has. The last bits
     of its numbers depend on it. Agents that were added to a study have batches of their own.
     """
+    from matplotlib.figure import Figure
+
+    from ..study import figures
+
     threshold = comparison.threshold
     runs = {arm: [histories[config] for config in configs] for arm, configs in arms.items()}
     batch_agents = {config: len(batch) for _, batch in tasks for config in batch}

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import tyro
-from matplotlib.figure import Figure
 
 from ..bits.low_bit_adam import LowBitAdam
 from ..build import build
@@ -18,7 +17,6 @@ from ..disk import checkpoint
 from ..disk.run_folder import Folder, files_in, read_mark, require_free
 from ..disk.safe_files import read_json
 from ..machine import hardware, processes
-from ..study import figures
 from ..tasks.gymnasium_env import EnvironmentFailed
 from ..train import Immediate, Run, iterate
 from .arguments import ConfigOptions, MachineOptions, Unchecked, checked, given
@@ -327,9 +325,13 @@ def write_while_training(
 
 def report(run: Run, clipped: list[int], folder: Folder) -> None:
     """Draws reward_curve.png, and prints how the run computed and where its results are."""
+    from matplotlib.figure import Figure
+
+    from ..study import figures
+
     config, history = run.config, run.history
     title = f"{config.env_id or 'CustomEnv'} in {config.precision}, seed {config.seed}"
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    figure = Figure(figsize=(8, 5.5))
     figures.training(figure, history, title, marks=config.env_id is None)
     folder.write("reward_curve.png", figures.png(figure))
     print(hardware.describe(run.learner.precision, run.model))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from ..bits.packed_weights import Hook
+from ..bits.packed_weights import Hook, PackedParameter
 from ..fp8 import Float8Linear
 from ..model import ActorCritic
 from ..normalization import Normalized, NormalizedRecurrent
@@ -39,7 +39,7 @@ class FastActorCritic(ActorCritic):
         """The object whose `policy` acts in one rollout, with the weights as they are now.
 
         It does not call the modules. With few rows, the calls would take as long as the arithmetic.
-        In FP8 it quantizes the weights only once.
+        In FP8 it quantizes the weights only once. It is made and used in one autocast region.
         """
         if not acts_without_calls(self):
             return self
@@ -72,8 +72,8 @@ class FastActorCritic(ActorCritic):
             results = hidden @ weight.T + bias  # with a bias, cuBLAS is slow for few columns
         else:
             results = linear(hidden, weight, bias)
-        results = results.float()
-        return self.outputs(results[..., :-1]), results[..., -1]
+        actor, critic = results.float().split([len(self.actor.weight), 1], dim=-1)
+        return self.outputs(actor), critic.squeeze(-1)
 
 
 class NormalizedFast(Normalized, FastActorCritic):
@@ -100,15 +100,18 @@ def acts_without_calls(model: FastActorCritic) -> bool:
 def needs_no_call(layer: nn.Module) -> bool:
     """Whether a layer computes the same if its weight and bias are used without calling it.
 
-    It does if it has a bias, no hooks, and no forward pass other than that of its class.
+    It does if it has a bias, weights that can be read, no hooks, and no forward pass other than
+    that of its class.
     """
-    return layer.bias is not None and "forward" not in vars(layer) and not has_hooks(layer)
+    if layer.bias is None or type(layer.weight) is PackedParameter:
+        return False
+    return "forward" not in vars(layer) and not has_hooks(layer)
 
 
 def has_hooks(layer: nn.Module) -> bool:
     """Whether there are hooks that must be called, of this layer or of all modules.
 
-    The hooks of LowBitAdam need not be called, because during a rollout the weights are unpacked.
+    The hooks of LowBitAdam need not be called while the weights are unpacked, as in a rollout.
     """
     forward = (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values())
     backward = (*layer._backward_pre_hooks.values(), *layer._backward_hooks.values())
@@ -118,10 +121,17 @@ def has_hooks(layer: nn.Module) -> bool:
 
 
 def as_function(layer: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A layer as a function, for as long as its weights stay as they are now."""
+    """A layer as a function of rows [N, inputs], for as long as its weights stay as they are now.
+
+    It is made in the autocast region in which it is used.
+    """
     if isinstance(layer, Float8Linear):
         return layer.held()
-    return functools.partial(linear, weight=layer.weight, bias=layer.bias)
+    if torch.is_autocast_enabled(layer.weight.device.type):
+        # Autocast casts this weight once for all steps. It would cast a view of it at every step.
+        return functools.partial(linear, weight=layer.weight, bias=layer.bias)
+    weight, bias = layer.weight.t(), layer.bias
+    return lambda x: torch.addmm(bias, x, weight)
 
 
 class Reuse:
@@ -170,12 +180,21 @@ class Reuse:
         self.obs = results[0]
         return results, None if state is None else state.detach()
 
-    def forward(self, model, batch: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs and values of a batch.
+    def has(self, batch: Rollout) -> bool:
+        """Whether the outputs and values of a batch are those of acting, and were not used yet.
 
-        Those of acting can be used only once, because an update changes the weights.
+        Those of another batch than the newest rollout are not, and those of acting are forgotten,
+        because the batch's update changes the weights.
         """
-        computed = self.computed if batch.obs is self.obs else None
-        self.obs = None
-        self.computed = None
-        return forward_pass(model, batch) if computed is None else computed
+        if self.obs is not None and batch.obs is self.obs:
+            return True
+        self.obs = self.computed = None
+        return False
+
+    def forward(self, model, batch: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs and values of a batch. Those of acting can be used only once."""
+        if not self.has(batch):
+            return forward_pass(model, batch)
+        computed = self.computed
+        self.obs = self.computed = None
+        return computed

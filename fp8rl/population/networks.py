@@ -249,6 +249,10 @@ class Policy:
             of_part = [(weight[agents], bias[agents]) for weight, bias in layers]
             self.parts.append((agents, stored(of_part, roundings[: len(layers)])))
 
+    def acting(self) -> "Policy":
+        """These policies, as in ActorCritic.acting: their weights are rounded already."""
+        return self
+
     def policy(self, obs: torch.Tensor, state: None = None) -> tuple[torch.Tensor, None]:
         """Maps observations [S N, F] to outputs [S N, A or 2 A]."""
         obs = obs.unflatten(0, (self.agents, -1))

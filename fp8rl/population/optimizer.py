@@ -121,11 +121,22 @@ class Scales(TensorState):
         self.good = torch.zeros_like(self.scale)
         self.stopped = torch.zeros_like(self.grows)
 
-    def step(self, loss: torch.Tensor, optimizer: Adam, max_grad_norm, all_reduce=None):
-        """Like Precision.step, for losses [S]. Each field of the StepReport is [S]."""
+    def backward(
+        self, results: list[torch.Tensor], gradients: list[torch.Tensor], optimizer: Adam
+    ) -> None:
+        """Like Precision.backward, for losses [S], or results [T, S, ...]."""
+        scaled = []
+        for gradient in gradients:
+            after_agents = [1] * max(0, gradient.dim() - 2)
+            scaled.append(gradient * self.scale.view(-1, *after_agents))
         optimizer.theta.grad = None
         with self.autocast():
-            loss.backward(self.scale.squeeze(1))  # the gradients are those of scale * loss
+            torch.autograd.backward(results, scaled)
+
+    step = Precision.step  # for losses [S]; each field of the StepReport is [S]
+
+    def apply_gradients(self, optimizer: Adam, max_grad_norm, all_reduce=None) -> StepReport:
+        """Like Precision.apply_gradients. Each field of the StepReport is [S]."""
         grad = optimizer.theta.grad
         norm = grad.norm(dim=1, keepdim=True) / self.scale
         finite = norm < math.inf  # False for NaN, too

@@ -155,7 +155,7 @@ class RoundedTargets:
 
 
 class PopulationLearner(Learner):
-    """A Learner for S agents: batches are [T, S B], and statistics are [S]."""
+    """A Learner for S agents: batches are [T, S B], and each loss is [S]."""
 
     def __init__(self, agents: int, *parts, **options):
         super().__init__(*parts, **options)
@@ -168,8 +168,8 @@ class PopulationLearner(Learner):
     def watch(self, rollout: Rollout) -> None:
         super().watch(by_agent(rollout, self.agents))
 
-    def loss(self, batch: Rollout) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return super().loss(by_agent(batch, self.agents))
+    def prepared(self, batch: Rollout) -> Rollout:
+        return super().prepared(by_agent(batch, self.agents))
 
     def log_prob(self, rollout: Rollout) -> torch.Tensor:
         return super().log_prob(by_agent(rollout, self.agents)).flatten(1)

@@ -318,25 +318,26 @@ class ReplayBuffer:
         """Slices [L, B] that start at row numbers `start` [B] of environments `env` [B]."""
         row = start % self.rows + torch.arange(length + 1, device=self.device).unsqueeze(-1)
         row = torch.where(row < self.rows, row, row - self.rows)  # wraps around
-        index = env * self.rows + row  # [L+1, B], into num_envs * rows
-        action = self._gather("action", index[:-1])
-        proximal_logp = self._gather("proximal_logp", index[:-1]) if self.proximal else None
+        # Numbers of the slices' rows, counted over one environment after the other. The next
+        # observation of the last row is that of one row more.
+        index_of_obs = (env * self.rows + row).flatten()  # [(L+1) B]
+        index = index_of_obs[: length * len(start)]  # [L B]
+
+        def gather(name: str, index: torch.Tensor) -> torch.Tensor:
+            """The entries [L or L+1, B, ...] of a field."""
+            field = self.fields[name]
+            size = field.shape[2:]
+            return field.view(-1, *size).index_select(0, index).view(-1, len(start), *size)
+
+        action = gather("action", index)
         return Rollout(
-            obs=self.codec.decode(self._gather("obs", index)),
+            obs=self.codec.decode(gather("obs", index_of_obs)),
             action=action if action.is_floating_point() else action.long(),
-            reward=self._gather("reward", index[:-1]),
-            flags=self._gather("flags", index[:-1]),
-            behavior_logp=self._gather("behavior_logp", index[:-1]),
-            proximal_logp=proximal_logp,
+            reward=gather("reward", index),
+            flags=gather("flags", index),
+            behavior_logp=gather("behavior_logp", index),
+            proximal_logp=gather("proximal_logp", index) if self.proximal else None,
         )
-
-    def _gather(self, name: str, index: torch.Tensor) -> torch.Tensor:
-        """The entries of a field at `index` [L, B].
-
-        The index counts the rows of all environments, one environment after the other.
-        """
-        rows = self.fields[name].flatten(0, 1)
-        return rows.index_select(0, index.flatten()).unflatten(0, index.shape)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies of the rows, the clock and `clipped`. Fields that the open row does not have yet

@@ -107,8 +107,16 @@ def training(figure: Figure, history, title: str, marks: bool = True) -> Figure:
     well long before the sampled policy does. `marks` says whether to draw the cart's reference
     returns; it is False for other tasks.
     """
-    grid = figure.add_gridspec(2, len(BELOW), height_ratios=(2, 1))
-    top = figure.add_subplot(grid[0, :], title=title)
+    # Margins and the heights of titles are fixed, because a layout engine would draw everything
+    # twice to find out how much room the labels need. Long numbers are written with a power of ten.
+    right = 0.89 if marks else 0.96  # the names of references stand to the right of the axes
+    upper = figure.add_gridspec(left=0.11, right=right, bottom=0.44, top=0.95)
+    lower = figure.add_gridspec(
+        1, len(BELOW), left=0.11, right=0.96, bottom=0.05, top=0.29, wspace=0.5
+    )
+    top = figure.add_subplot(upper[0])
+    top.set_title(title, y=1)
+    top.ticklabel_format(axis="y", scilimits=(-3, 5))
     steps = history.column("steps")
     returns = history.column("train_return")
     has_ended = ~np.isnan(returns)  # iterations in which an episode ended
@@ -120,12 +128,14 @@ def training(figure: Figure, history, title: str, marks: bool = True) -> Figure:
     if marks:
         references(top)
     for i, (name, label) in enumerate(BELOW.items()):
-        ax = figure.add_subplot(grid[1, i])
+        ax = figure.add_subplot(lower[i])
         values = history.column(name)
         if len(values):  # runs of older versions may not have this column
             ax.plot(steps, values, color="#444444", linewidth=1)
-        ax.set_title(label, fontsize=8)
+        ax.set_title(label, fontsize=8, y=1, pad=11)  # above the power of ten
         ax.tick_params(labelsize=7)
+        ax.ticklabel_format(axis="y", scilimits=(-3, 4))
+        ax.yaxis.get_offset_text().set_fontsize(7)
         steps_axis(ax, ticks=2).set_xlabel("")
     return figure
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 
 from ..rollout import inference
@@ -78,6 +77,9 @@ def titled(frame: np.ndarray, title: str) -> Image.Image:
 
 def font(size: int) -> ImageFont.FreeTypeFont:
     """The font of matplotlib's figures."""
+    # Imported here, because only films need matplotlib.
+    from matplotlib import font_manager
+
     return ImageFont.truetype(font_manager.findfont("DejaVu Sans"), size)
 
 

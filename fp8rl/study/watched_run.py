@@ -12,9 +12,9 @@ from ..bits.notation import split_entry
 from ..bits.places import PlaceFormat
 from ..distribution import distribution_of
 from ..doctor import Doctor, Through, read_format
-from ..losses import Targets, vtrace_fast
+from ..losses import Measured, Targets, vtrace_fast
 from ..rollout import Rollout
-from ..train import Immediate, Learner, Run, forward_pass
+from ..train import Immediate, Learner, Run, Updated, forward_pass
 
 SHOWN = ("observations", "targets")  # places that a doctor can judge only by a learner's loss
 
@@ -38,7 +38,7 @@ class LowBitLearner(Learner):
         self.places = places
         self.newest: Rollout | None = None  # the newest rollout, whose observations are not stored
 
-    def loss(self, batch: Rollout) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(self, batch: Rollout) -> tuple[torch.Tensor, Measured]:
         if "observations" in self.places and batch is not self.newest:
             obs = Through.rounded(batch.obs, self.places["observations"])
             batch = batch._replace(obs=obs)
@@ -85,7 +85,7 @@ class WatchedLearner(Learner):
             self.doctor.act(logp, rollout_here.valid.T)
         super().watch(rollout)
 
-    def update(self, batch: Rollout) -> dict[str, torch.Tensor]:
+    def update(self, batch: Rollout) -> Updated:
         plain = Learner(
             self.coefficients,
             self.model,

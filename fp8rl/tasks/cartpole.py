@@ -22,6 +22,7 @@ class CartPole(TensorEnv):
     """N copies of CartPole-v1. The arguments are those of TensorEnv."""
 
     num_actions, max_steps, state_size = 2, 500, 4
+    computes_with_actions = True
     bounds = (
         (-2 * LIMIT, -math.inf, -2 * ANGLE, -math.inf),
         (2 * LIMIT, math.inf, 2 * ANGLE, math.inf),

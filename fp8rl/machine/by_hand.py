@@ -1,0 +1,195 @@
+"""Gradients by hand, which on a CPU spares most of autograd's time.
+
+With few rows, autograd takes longer to keep its records, and to go through them, than the
+arithmetic takes. `gradients_by_hand` puts the same gradients into the parameters as
+`train.gradients_by_autograd`, but for rounding. Those of the loss are written out for every network
+(`losses.loss_gradients`). Those of the layers are written out for a network of linear layers in
+float32; any other network is left to autograd.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..distribution import Gaussian
+from ..losses import Measured, loss_gradients
+from ..precision import Rules, joint_gradient
+from ..rollout import Rollout
+from ..train import Learner, forward_pass, gradients_by_autograd
+from .reused_forward import FastActorCritic, NormalizedFast, Reuse, has_hooks, needs_no_call
+
+# About so many rows are computed together, because results of more would leave the processor's
+# cache before they are read again.
+ROWS = 2048
+
+
+def gradients_on(device: torch.device) -> Callable:
+    """How a learner on a device computes gradients.
+
+    A GPU launches an iteration as one graph, in which calls cost nothing.
+    """
+    return gradients_by_hand if device.type == "cpu" else gradients_by_autograd
+
+
+def gradients_by_hand(learner: Learner, batch: Rollout) -> Measured:
+    """Like `train.gradients_by_autograd`, in the form that is fastest here.
+
+    A learner with a loss of its own is left to autograd.
+    """
+    if type(learner).loss is not Learner.loss or "loss" in vars(learner):
+        return gradients_by_autograd(learner, batch)
+    batch = learner.prepared(batch)
+    if is_plain(learner) and not _has_done(learner.forward, batch):
+        with torch.no_grad(), learner.precision.matmul_mode():
+            return _gradients_of_plain_network(learner, batch)
+    with learner.precision.autocast():
+        outputs, values = learner.forward(learner.model, batch)
+    of_outputs, of_values, measured = _of_loss(learner, outputs.detach(), values.detach(), batch)
+    learner.precision.backward(
+        [outputs[:-1], values[:-1]], [of_outputs, of_values], learner.optimizer
+    )
+    return measured
+
+
+def _of_loss(learner: Learner, outputs: torch.Tensor, values: torch.Tensor, batch: Rollout):
+    return loss_gradients(
+        outputs, values, batch, learner.coefficients, learner.all_reduce, learner.compute_targets
+    )
+
+
+def is_plain(learner: Learner) -> bool:
+    """Whether a learner's network is one of linear layers in float32 that need not be called."""
+    model = learner.model
+    if type(model) not in (FastActorCritic, NormalizedFast) or not _is_known(learner.forward):
+        return False
+    if "forward" in vars(model) or has_hooks(model):
+        return False
+    if learner.precision.rules != Rules():
+        return False
+    layers = (model.inputs, *model.hidden, model.actor, model.critic)
+    return all(type(layer) is nn.Linear and needs_no_call(layer) for layer in layers) and all(
+        p.requires_grad and not p._backward_hooks and not p._post_accumulate_grad_hooks
+        for p in parameters_of(model)
+    )
+
+
+def _is_known(forward: Callable) -> bool:
+    """Whether a learner's forward pass is the plain one, or that of a `Reuse`."""
+    return forward is forward_pass or isinstance(getattr(forward, "__self__", None), Reuse)
+
+
+def _has_done(forward: Callable, batch: Rollout) -> bool:
+    """Whether the forward pass of a batch was done by acting. If it was not, it is forgotten."""
+    return forward is not forward_pass and forward.__self__.has(batch)
+
+
+def parameters_of(model: FastActorCritic) -> list[nn.Parameter]:
+    """A network's parameters in the order of `model.parameters_in_order`."""
+    actor, critic = model.actor, model.critic
+    encoder = [p for layer in (model.inputs, *model.hidden) for p in (layer.weight, layer.bias)]
+    spread = [] if model.spread is None else [model.spread]
+    return [*encoder, actor.weight, critic.weight, actor.bias, critic.bias, *spread]
+
+
+def _gradients_of_plain_network(learner: Learner, batch: Rollout) -> Measured:
+    """`gradients_by_hand` of a network of linear layers, with R = (T + 1) B rows."""
+    model = learner.model
+    actor, critic = model.actor, model.critic
+    encoder = (model.inputs, *model.hidden)
+    *shape, features = batch.obs.shape
+    obs = model.normalize(batch.obs).reshape(-1, features)  # [R, F]
+    # Both heads are one layer. Its results are transposed, which is faster for so few columns.
+    weight = torch.cat((actor.weight, critic.weight))  # [A + 1, hidden_size]
+    bias = torch.cat((actor.bias, critic.bias))
+    blocks = []
+    heads = []
+    size = math.ceil(len(obs) / max(1, len(obs) // ROWS))
+    for rows in _blocks(obs, size):
+        results = _forward(encoder, rows)
+        blocks.append(results)
+        heads.append(torch.addmm(bias.unsqueeze(-1), weight, results[-1].t()))
+    heads = heads[0] if len(heads) == 1 else torch.cat(heads, dim=1)
+    heads = heads.view(-1, *shape)
+    outputs = model.outputs(heads[:-1].movedim(0, -1))
+    of_outputs, of_values, measured = _of_loss(learner, outputs, heads[-1], batch)
+
+    gradients = _place_gradients(parameters_of(model))
+    if model.spread is not None:
+        of_outputs, of_spread = Gaussian.gradients_of_network(of_outputs)
+        model.spread.grad.copy_(of_spread)
+    of_heads = torch.cat((of_outputs.movedim(-1, 0), of_values.unsqueeze(0)))
+    # The last observations only bootstrap, so their rows have no gradient.
+    of_heads = of_heads.view(-1, of_values.numel())  # [A + 1, T B]
+    # In memory, the gradients of both heads are next to each other.
+    start = sum(p.numel() for layer in encoder for p in (layer.weight, layer.bias))
+    end = start + weight.numel()
+    of_weight = gradients[start:end].view(weight.shape)
+    of_bias = gradients[end : end + len(bias)]
+    places = [(layer.weight.grad, layer.bias.grad) for layer in encoder]
+    weights = [*(layer.weight for layer in encoder[1:]), weight]
+    for i, of_block in enumerate(_blocks(of_heads, size, dim=1)):
+        results = blocks[i]
+        rows = of_block.shape[1]
+        if rows < len(results[0]):
+            results = [x[:rows] for x in results]
+        _add_product(of_weight, of_block, results[-1], first=i == 0)
+        _add_sum(of_bias, of_block, 1, first=i == 0)
+        _backward(of_block.t(), results, weights, places, first=i == 0)
+    return measured
+
+
+def _blocks(x: torch.Tensor, size: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+    """Splits a tensor along a dimension into blocks of at most this size."""
+    return (x,) if x.shape[dim] <= size else x.split(size, dim)
+
+
+def _forward(encoder: tuple, x: torch.Tensor) -> list[torch.Tensor]:
+    """What goes into each layer of the encoder, and into the heads, for some rows."""
+    results = [x]
+    for layer in encoder:
+        x = torch.addmm(layer.bias, x, layer.weight.t()).relu_()
+        results.append(x)
+    return results
+
+
+def _backward(gradient, results: list, weights: list, places: list, first: bool) -> None:
+    """Computes the gradients of the encoder from that of the heads' results, for some rows.
+
+    `weights` are those of the layers above each layer, and `places` its gradients, which the
+    `first` rows set and others are added to.
+    """
+    for i in reversed(range(len(places))):
+        gradient = gradient.mm(weights[i])  # of what the layer gives, [rows, hidden_size]
+        # The gradient of ReLU, in place.
+        given = results[i + 1]
+        torch.ops.aten.threshold_backward.grad_input(gradient, given, 0, grad_input=gradient)
+        of_weight, of_bias = places[i]
+        _add_product(of_weight, gradient.t(), results[i], first)
+        _add_sum(of_bias, gradient, 0, first)
+
+
+def _add_product(place: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
+    if first:
+        torch.mm(a, b, out=place)
+    else:
+        place.addmm_(a, b)
+
+
+def _add_sum(place: torch.Tensor, x: torch.Tensor, dim: int, first: bool) -> None:
+    if first:
+        torch.sum(x, dim, out=place)
+    else:
+        place.add_(x.sum(dim))
+
+
+def _place_gradients(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """One tensor with the gradients of all parameters, to be written: `p.grad` are its parts."""
+    gradients = joint_gradient(parameters)
+    if gradients is None:
+        sizes = [p.numel() for p in parameters]
+        gradients = parameters[0].new_empty(sum(sizes))
+        for p, part in zip(parameters, gradients.split(sizes), strict=True):
+            p.grad = part.view_as(p)
+    return gradients
