@@ -7,8 +7,8 @@ import itertools
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -154,13 +154,19 @@ def refusal(capsys, *words) -> str:
     return error.removeprefix("fp8rl: ").rstrip("\n")
 
 
-def forked(target, *arguments) -> multiprocessing.Process:
-    """A process forked from a server that has imported everything, which takes longer than what the
-    processes of these tests do. (If a study has started the server before, it has only torch, and
-    the process imports the rest.)"""
+def start_server() -> None:
+    """Starts the server of this process that forks others. It has imported everything, which takes
+    longer than what the processes of these tests do. (If a study has started the server before, it
+    has only torch, and its processes import the rest.)"""
     # The last comes with a process's first optimizer
     commands = ["fp8rl.cli.train", "fp8rl.cli.study", "fp8rl.study.figures"]
     SERVER.set_forkserver_preload([*commands, "torch._dynamo"])
+    forkserver.ensure_running()
+
+
+def forked(target, *arguments) -> multiprocessing.Process:
+    """A process forked from a server that has imported everything."""
+    start_server()
     process = SERVER.Process(target=target, args=arguments, daemon=True)
     process.start()
     return process
@@ -171,19 +177,6 @@ def cli_into(said: Path, *arguments) -> None:
     with said.open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     run_cli(*arguments)
-
-
-def compiled_sizes(script: str, cache: Path) -> list[int]:
-    """The bytes of the kernels that a script compiles with Triton's own compiler, which needs no
-    GPU. A process of its own, since kernels are interpreted in this one."""
-    own = {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1", "TRITON_CACHE_DIR": str(cache)}
-    folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    own["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-    command = [sys.executable, "-c", script]
-    options = {"capture_output": True, "text": True, "timeout": PATIENCE}
-    done = subprocess.run(command, env=os.environ | own, **options)
-    assert done.returncode == 0, done.stderr
-    return [int(line) for line in done.stdout.split()]
 
 
 def reusing(run: Run) -> Run:

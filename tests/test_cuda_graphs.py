@@ -195,7 +195,7 @@ class Replayed:
     "fields", [{"replay_updates": 2}, {"encoder": "gru", "precision": "fp8"}, STILL], ids=str
 )
 def test_results_that_the_next_replay_overwrites_are_used_before(fields, graphed, tmp_path):
-    config = small(steps=2_048, eval_every=0, eval_episodes=5, **fields)
+    config = small(steps=1_536, eval_every=0, eval_episodes=2, **fields)
     path = tmp_path / "checkpoint.pt"
     plain = trained(build(config))
     graphed(Replayed)

@@ -12,22 +12,33 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import SIZED, refusal, refused, run_cli, small, without_seconds
+from helpers import SIZED, refusal, refused, run_cli, small, start_server, without_seconds
 
 from fp8rl.study import dask_cluster, parallel
 
+dask = pytest.importorskip("dask")
 distributed = pytest.importorskip("distributed")
 
-pytestmark = pytest.mark.usefixtures("without_pictures")
+pytestmark = [
+    pytest.mark.usefixtures("without_pictures"),
+    pytest.mark.xdist_group("forked"),  # test_run_folder.py says why
+]
 
 STUDY = ["study", "--precisions", "fp32", "--seeds", 2, "--eval-episodes", 2, *SIZED]
-STUDY += ["--steps", 40_960]
+STUDY += ["--steps", 20_480]
 
 
 @pytest.fixture(scope="module")
 def workers():
+    """Two workers, forked from the server of the tests: Dask itself would spawn them, and each
+    would import torch."""
+    start_server()
     options = {"n_workers": 2, "threads_per_worker": 1, "processes": True}
-    with distributed.LocalCluster(**options, dashboard_address=":0", silence_logs=50) as workers:
+    options |= {"dashboard_address": ":0", "silence_logs": 50}
+    with (
+        dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}),
+        distributed.LocalCluster(**options) as workers,
+    ):
         yield workers
 
 
@@ -60,7 +71,7 @@ def test_a_study_that_is_interrupted_stops_its_workers_and_has_the_results_of_on
 
     def interrupt() -> None:
         wait_until(busy)
-        time.sleep(1)  # Whether they have learned by then or not, the results are the same
+        time.sleep(0.2)  # Whether they have learned by then or not, the results are the same
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

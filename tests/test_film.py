@@ -107,13 +107,13 @@ def test_gymnasium_renders_carts_alone():
 
 @pytest.mark.parametrize(("greedy", "encoder"), [(True, "mlp"), (False, "gru")])
 def test_a_film_shows_the_episode_that_an_evaluation_plays(greedy, encoder, monkeypatch):
-    monkeypatch.setattr(Cart, "max_steps", 30)  # it is drawn step by step
+    monkeypatch.setattr(Cart, "max_steps", 12)  # it is drawn step by step
     model = build(small(encoder=encoder, seed=3)).model
     wanted = evaluate(model, Cart(1, seed=5), greedy=greedy, seed=5)
     env = Cart(1, seed=5)
     film = film_episode(policy_of(model, env, greedy=greedy, seed=5), env, 25)
     assert film.episode_return == pytest.approx(wanted.item(), rel=1e-5)
-    assert film.steps <= 30 and image_of(film.gif).n_frames == film.steps + 1
+    assert film.steps <= 12 and image_of(film.gif).n_frames == film.steps + 1
 
 
 def test_a_film_ends_with_the_episode_and_stays_there():
@@ -172,7 +172,7 @@ def test_a_task_that_gymnasium_does_not_have_is_refused(tmp_path, capsys):
 
 
 def test_eval_writes_a_film_and_does_not_replace_one_unasked(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Cart, "max_steps", 30)
+    monkeypatch.setattr(Cart, "max_steps", 12)
     run = saved(tmp_path)
     name = tmp_path / "films" / "agent.gif"
     run_cli("eval", run, "--film", name, "--episodes", 2)
@@ -190,7 +190,7 @@ def test_eval_writes_a_film_and_does_not_replace_one_unasked(tmp_path, capsys, m
 
 
 def test_names_that_cannot_be_a_film_are_refused(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Cart, "max_steps", 30)
+    monkeypatch.setattr(Cart, "max_steps", 12)
     run = saved(tmp_path)
     (tmp_path / "folder.gif").mkdir()
     (tmp_path / "link.gif").symlink_to(tmp_path / "nowhere")

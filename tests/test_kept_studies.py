@@ -169,7 +169,7 @@ def test_a_file_that_is_not_of_the_batch_is_refused_in_one_line(tmp_path):
 # Studies that are stopped
 
 STUDY = ["study", "--precisions", "fp32", "bf16", "--eval-episodes", 2, *SIZED, "--workers", 2]
-LONG = [*STUDY, "--seeds", 3, "--steps", 40 * 1_024]
+LONG = [*STUDY, "--seeds", 3, "--steps", 24 * 1_024]
 # The shorter runs end long before the longer ones.
 UNEVEN = [*STUDY, "--seeds", 1, "--steps", 512, 20_480]
 

@@ -1,15 +1,23 @@
-import subprocess
+import hashlib
+import os
 import sys
-import textwrap
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import PATIENCE, refused
+from helpers import PATIENCE, TINY, forked, refused, trained
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8rl.build import build, build_population
+from fp8rl.config import Config
 from fp8rl.model import ActorCritic
-from fp8rl.precision import Precision, available_precisions, clip_gradients
+from fp8rl.precision import Precision, available_precisions, clip_gradients, float32_matmuls
+from fp8rl.sequences.laboratory import Arm, Laboratory, Setting, horizons
+from fp8rl.study.watched_run import watched
 
 HERE = pytest.mark.parametrize("name", available_precisions())
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -115,6 +123,7 @@ def test_without_a_scaler_the_scale_is_1_and_nothing_is_skipped(name):
     assert not precision.scaler.is_enabled() and report.loss_scale == 1 and not report.skipped
 
 
+in_a_fork = pytest.mark.xdist_group("forked")  # test_run_folder.py says why
 # What a script may have set for the whole process before it uses the package.
 PROCESS_WIDE = {
     "nothing": "",
@@ -132,169 +141,145 @@ PROCESS_WIDE = {
 }
 
 
-def in_a_process_of_its_own(code: str) -> str:
-    """What a script prints that makes settings of PROCESS_WIDE, which would leak here."""
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
-    folder = Path(__file__).parent
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def after_each_setting(names: Iterable[str], function: Callable[[], None], said: Path) -> None:
+    """Calls a function in forks of this process, each after one of the settings of PROCESS_WIDE,
+    and writes what it prints to a file. A process of its own does this, for `forked`: what it sets
+    would leak here."""
+    with said.open("w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for name in names:
+        child = os.fork()
+        if child == 0:
+            try:
+                exec(PROCESS_WIDE[name])
+                function()
+            except BaseException:
+                print(name, traceback.format_exc())
+            sys.stdout.flush()
+            os._exit(0)
+        os.waitpid(child, 0)
 
 
-# Every matmul of float32 numbers asserts that nothing rounds them, in forward and backward passes.
-# A run is made in each way in which the package multiplies matrices, after each of two settings.
-TRAININGS = """
-    import hashlib
-    import os
-    import traceback
+def said_after_each_setting(names: Iterable[str], function: Callable[[], None], said: Path) -> str:
+    """What a function prints in a process in which nothing was set, after each of these settings."""
+    process = forked(after_each_setting, tuple(names), function, said)
+    process.join(PATIENCE)
+    assert process.exitcode == 0
+    return said.read_text()
 
-    import torch
-    from helpers import TINY
-    from test_precision import PROCESS_WIDE
-    from torch.utils._python_dispatch import TorchDispatchMode
 
-    from fp8rl.build import build, build_population
-    from fp8rl.config import Config
-    from fp8rl.sequences.laboratory import Arm, Laboratory, Setting, horizons
-    from fp8rl.study.watched_run import watched
-    from fp8rl.train import train
+class FloatMatmulsOnly(TorchDispatchMode):
+    """Asserts of every matmul of float32 numbers, in forward and backward passes, that nothing
+    rounds them."""
 
-    class FloatMatmulsOnly(TorchDispatchMode):
-        count = 0
+    count = 0
 
-        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-            if operation.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm"):
-                if args[-1].dtype == torch.float32:
-                    FloatMatmulsOnly.count += 1
-                    assert torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")
-            return operation(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm"):
+            if args[-1].dtype == torch.float32:
+                FloatMatmulsOnly.count += 1
+                assert torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")
+        return operation(*args, **(kwargs or {}))
 
-    def show(*weights):
-        digest = hashlib.sha256()
-        for weight in weights:
-            digest.update(weight.detach().numpy().tobytes())
-        print(digest.hexdigest(), FloatMatmulsOnly.count > 0, flush=True)
-        FloatMatmulsOnly.count = 0
 
-    def trainings():
-        short = {"steps": 128, "eval_every": 0, "eval_episodes": 1} | TINY
+def show(*weights: torch.Tensor) -> None:
+    """Prints a hash of weights, and whether there was a matmul since the last call."""
+    digest = hashlib.sha256()
+    for weight in weights:
+        digest.update(weight.detach().numpy().tobytes())
+    print(digest.hexdigest(), FloatMatmulsOnly.count > 0)
+    FloatMatmulsOnly.count = 0
+
+
+def train_in_every_way() -> None:
+    """Trains in each way in which the package multiplies matrices."""
+    short = {"steps": 128, "eval_every": 0, "eval_episodes": 1} | TINY
+    with FloatMatmulsOnly():
         for options in ({"precision": "fp8", "collect_precision": "fp32"}, {"encoder": "gru"}):
-            run = train(build(Config(**short | options)), progress=False)
-            show(*run.model.parameters())
+            show(*trained(Config(**short | options)).model.parameters())
         configs = [Config(**short, precision=name) for name in ("fp32", "fp8")]
-        show(*train(build_population(configs), progress=False).model.parameters())
+        show(*trained(build_population(configs)).model.parameters())
         run = build(Config(**short))
         watched(run, ("weights=bf16", "targets=bf16"))
-        show(*train(run, progress=False).model.parameters())
+        show(*trained(run).model.parameters())
         for network in ("recurrent", "attention"):
-            setting = Setting(network, length=8, updates=2)
+            # Pretraining ends at a low share, after a few updates
+            setting = Setting(network, length=8, updates=2, batch=8, units=16, start=1e-6)
             laboratory = Laboratory(setting, [Arm(), Arm("fp8", "clip")], seeds=[0])
             laboratory.train()
             show(*laboratory.policies.parameters.values(), laboratory.learner_success())
             horizons(laboratory.policies, setting, [0, 1], ["fp8"])
 
-    torch.set_num_threads(1)
-    with FloatMatmulsOnly():
-        for name in ("nothing", "new, all"):
-            child = os.fork()
-            if child == 0:
-                try:
-                    exec(PROCESS_WIDE[name])
-                    trainings()
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-                os._exit(0)
-            _, status = os.waitpid(child, 0)
-            assert status == 0, name
-"""
 
-
-def test_fp32_is_float32_whatever_the_process_has_set():
+@in_a_fork
+def test_fp32_is_float32_whatever_the_process_has_set(tmp_path):
     """The same weights to the last bit, however the package is used."""
-    lines = in_a_process_of_its_own(TRAININGS).splitlines()
-    assert len(lines) == 12 and lines[:6] == lines[6:]
+    settings = ("nothing", "new, all")
+    lines = said_after_each_setting(settings, train_in_every_way, tmp_path / "said").splitlines()
+    assert len(lines) == 12 and lines[:6] == lines[6:], lines
     assert all(line.endswith("True") for line in lines)  # all of them multiply matrices
 
 
-# For each setting, a process of its own checks the switches of torch before, in, and after the mode
-# of a precision. To see what a switch takes from its parent, the parent is changed and put back.
-SWITCHES = """
-    import os
-    import traceback
+NAMES = [
+    (backend, operation)
+    for backend in ("cuda", "mkldnn")
+    for operation in ("all", "matmul", "conv", "rnn")
+]
+MATMUL = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
 
-    import torch
-    from test_precision import PROCESS_WIDE
 
-    from fp8rl.precision import Precision, float32_matmuls
-
-    NAMES = [
-        (backend, operation)
-        for backend in ("cuda", "mkldnn") for operation in ("all", "matmul", "conv", "rnn")
-    ]
+def switches() -> list[str]:
+    """The switches of torch. To see what a switch takes from its parent, the parent is changed and
+    put back."""
     get, change = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
-    MATMUL = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
-
-    def state():
-        try:
-            found = [torch.get_float32_matmul_precision()]
-        except RuntimeError as error:  # torch refuses to name a mix of old and new settings
-            found = [str(error)]
+    try:
+        found = [torch.get_float32_matmul_precision()]
+    except RuntimeError as error:  # torch refuses to name a mix of old and new settings
+        found = [str(error)]
+    found += [get(*name) for name in NAMES]
+    before = get("generic", "all")
+    for value in ("ieee", "tf32", "bf16"):
+        change("generic", "all", value)
         found += [get(*name) for name in NAMES]
-        before = get("generic", "all")
-        for value in ("ieee", "tf32", "bf16"):
-            change("generic", "all", value)
-            found += [get(*name) for name in NAMES]
-        change("generic", "all", before)
-        return found
+    change("generic", "all", before)
+    return found
 
-    def check():
-        before = state()
-        for device, tf32 in (("cpu", False), ("cuda", False), ("cuda", True)):
-            wanted = ("tf32",) if tf32 else ("ieee", "none")
-            with float32_matmuls(device, tf32):
-                assert MATMUL[device].fp32_precision in wanted
-                with float32_matmuls(device, tf32=device == "cuda" and not tf32):
-                    pass
-                assert MATMUL[device].fp32_precision in wanted
-            assert state() == before
-            try:
-                with float32_matmuls(device, tf32), float32_matmuls(device, tf32):
-                    raise KeyError
-            except KeyError:
+
+def check_switches() -> None:
+    """Checks the switches before, in, and after the mode of a precision."""
+    before = switches()
+    for device, tf32 in (("cpu", False), ("cuda", False), ("cuda", True)):
+        wanted = ("tf32",) if tf32 else ("ieee", "none")
+        with float32_matmuls(device, tf32):
+            assert MATMUL[device].fp32_precision in wanted
+            with float32_matmuls(device, tf32=device == "cuda" and not tf32):
                 pass
-            assert state() == before
-        first, second = float32_matmuls(), float32_matmuls()  # as two threads enter and leave them
-        first.__enter__()
-        second.__enter__()
-        first.__exit__(None, None, None)
-        assert MATMUL["cpu"].fp32_precision in ("ieee", "none")
-        second.__exit__(None, None, None)
-        assert state() == before
-        precision = Precision("fp32")
-        for mode in (precision.autocast, precision.matmul_mode):
-            with mode():
-                assert MATMUL["cpu"].fp32_precision in ("none", "ieee")
-            assert state() == before
-
-    for name, setting in PROCESS_WIDE.items():
-        child = os.fork()
-        if child == 0:
-            try:
-                exec(setting)
-                check()
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if status:
-            print("not put back:", name)
-"""
+            assert MATMUL[device].fp32_precision in wanted
+        assert switches() == before
+        with pytest.raises(KeyError), float32_matmuls(device, tf32), float32_matmuls(device, tf32):
+            raise KeyError
+        assert switches() == before
+    first, second = float32_matmuls(), float32_matmuls()  # as two threads enter and leave them
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert MATMUL["cpu"].fp32_precision in ("ieee", "none")
+    second.__exit__(None, None, None)
+    assert switches() == before
+    precision = Precision("fp32")
+    for mode in (precision.autocast, precision.matmul_mode):
+        with mode():
+            assert MATMUL["cpu"].fp32_precision in ("none", "ieee")
+        assert switches() == before
+    print("put back")
 
 
-def test_the_switches_of_the_process_are_put_back_exactly():
-    assert in_a_process_of_its_own(SWITCHES) == ""
+@in_a_fork
+def test_the_switches_of_the_process_are_put_back_exactly(tmp_path):
+    said = said_after_each_setting(PROCESS_WIDE, check_switches, tmp_path / "said")
+    assert said == len(PROCESS_WIDE) * "put back\n", said
 
 
 @pytest.mark.cuda

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -20,6 +22,7 @@ from helpers import (
     PATIENCE,
     SIZED,
     after,
+    cli_into,
     forked,
     numbers,
     refusal,
@@ -120,11 +123,22 @@ def machine_with_a_gpu():
         yield
 
 
-def work(rank: int, size: int, port: int, folder) -> None:
-    """What one of two ranks does for all tests here: starting them takes longest."""
+def set_rank(rank: int, size: int, port: int) -> None:
+    """Tells this process what torchrun tells those that it starts."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def work(rank: int, size: int, port: int, folder) -> None:
+    """What one of two ranks does for most tests here: starting them takes longest."""
+    set_rank(rank, size, port)
     with machine_with_a_gpu():
         processes.start()
     group = weakref.ref(distributed.group.WORLD)
@@ -176,9 +190,7 @@ def folder(tmp_path_factory, rollouts):
 @pytest.fixture(scope="module")
 def two(folder):
     """What each of two ranks found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     processes = [forked(work, rank, 2, port, folder) for rank in range(2)]
     for process in processes:
         process.join(PATIENCE)
@@ -442,21 +454,15 @@ def test_processes_join_over_what_their_tensors_need(monkeypatch):
         refused(message, joined, {"device": device}, gpus, monkeypatch)
 
 
-@contextlib.contextmanager
-def two_processes(out, until, *options):
-    """The command in two processes, once a condition holds."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "fp8rl", "train"]
-    command += ["--steps", str(2000 * 512), *SIZED]
-    command += ["--eval-every", "0", "--eval-episodes", "1", "--out", str(out), *options]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        began = time.monotonic()
-        while not until():
-            assert process.poll() is None and time.monotonic() < began + PATIENCE
-            time.sleep(0.1)
-        yield process
+# A training so long that it is always ended before
+LONG = ["--steps", str(2000 * 512), *SIZED, "--eval-every", "0", "--eval-episodes", "1"]
+
+
+def wait_for(condition: Callable[[], bool], is_alive: Callable[[], bool]) -> None:
+    began = time.monotonic()
+    while not condition():
+        assert is_alive() and time.monotonic() < began + PATIENCE
+        time.sleep(0.05)
 
 
 def ranks_of(process):
@@ -467,7 +473,13 @@ def ranks_of(process):
 
 def test_a_killed_rank_ends_the_command_and_its_last_checkpoint_continues(tmp_path):
     out = tmp_path / "a"
-    with two_processes(out, (out / "checkpoint.pt").exists, "--checkpoint-every", "1") as process:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "fp8rl", "train"]
+    command += [*LONG, "--out", str(out), "--checkpoint-every", "1"]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        wait_for((out / "checkpoint.pt").exists, lambda: process.poll() is None)
         ranks = ranks_of(process)
         ranks[1].send_signal(signal.SIGKILL)
         _, errors = process.communicate(timeout=PATIENCE)
@@ -484,17 +496,31 @@ def test_a_killed_rank_ends_the_command_and_its_last_checkpoint_continues(tmp_pa
     assert run.history.last["iteration"] == done and np.isfinite(run.history.last["loss"])
 
 
+def train_as_rank(rank: int, port: int, said: Path, *arguments) -> None:
+    set_rank(rank, 2, port)
+    cli_into(said, "train", *arguments)
+
+
+@together
 def test_a_signal_to_one_rank_ends_all_and_leaves_one_checkpoint(tmp_path):
+    """Without torchrun, whose own handling of signals is not under test."""
     out = tmp_path / "a"
     metrics = out / "metrics.csv"
 
     def has_begun() -> bool:
         return metrics.exists() and len(metrics.read_text().splitlines()) >= 10
 
-    with two_processes(out, has_begun) as process:
-        # Not to torchrun, whose own handling of signals is not under test
-        ranks_of(process)[1].terminate()
-        _, errors = process.communicate(timeout=PATIENCE)
-    assert f"continue with train --resume {out}" in errors
+    port = free_port()
+    said = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    ranks = [
+        forked(train_as_rank, rank, port, path, *LONG, "--out", out)
+        for rank, path in enumerate(said)
+    ]
+    wait_for(has_begun, lambda: all(rank.is_alive() for rank in ranks))
+    ranks[1].terminate()
+    for rank in ranks:
+        rank.join(PATIENCE)
+    assert [rank.exitcode for rank in ranks] == [128 + signal.SIGTERM] * 2
+    assert f"continue with train --resume {out}" in said[0].read_text()
     run = resumed(out / "checkpoint.pt")
     assert 0 < len(run.history) < 2000 and run.env.num_envs == 16

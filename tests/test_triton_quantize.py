@@ -1,11 +1,11 @@
 """Kernels in place of the core's plain code: the same results, on a GPU or in Triton's interpreter
-(conftest.py), and their compilation."""
+(conftest.py)."""
 
 import pytest
 import torch
-from helpers import compiled_sizes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from fp8rl import fp8, kernels
 from fp8rl.fp8 import E4M3, E5M2, Float8Linear, Quantized
@@ -49,7 +49,7 @@ def assert_quantizes_alike(x: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 @FORMATS
-@settings(max_examples=20)  # the interpreter takes long
+@settings(max_examples=10)  # the interpreter takes long
 @given(
     rows=st.integers(1, 150),
     columns=st.integers(1, 150),
@@ -82,10 +82,13 @@ def test_every_number_and_what_is_half_way_between_two_is_rounded_as_in_plain_co
     codes = codes[codes.isfinite()].unique()
     midpoint, up = (codes[1:] + codes[:-1]) / 2, torch.tensor(torch.inf)
     x = torch.cat((codes, midpoint, midpoint.nextafter(up), midpoint.nextafter(-up))).double()
+    x = nn.functional.pad(x, (0, -len(x) % 32)).view(
+        -1, 32
+    )  # few tiles: the interpreter takes long
     largest = torch.finfo(torch.float32).max
     for exponent in (-140, -126, 0, 112):
         scaled = torch.ldexp(x, torch.tensor(exponent)).float().clamp(-largest, largest)
-        assert_quantizes_alike(scaled.to(DEVICE)[None], dtype)
+        assert_quantizes_alike(scaled.to(DEVICE), dtype)
 
 
 @FORMATS
@@ -157,30 +160,3 @@ def test_what_it_does_not_take_goes_the_plain_way(here):
     # Compiled, or where this torch cannot trace a scaled matmul, with the kernel
     expected = results(layer, x, grad)
     torch.testing.assert_close(results(torch.compile(layer, backend="eager"), x, grad), expected)
-
-
-COMPILES = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from fp8rl.machine import triton_quantize
-
-def compile(kernel, constants, capability, **types):
-    signature = {p.name: "constexpr" if p.name in constants else types.get(p.name, "i32") for p in kernel.params}
-    constants = {(i,): constants[p.name] for i, p in enumerate(kernel.params) if p.name in constants}
-    source = ASTSource(kernel, signature, constants)
-    print(len(triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}).asm["cubin"]))
-
-for x, capability, kinds in (("*fp32", 80, ((1, 3), (3, 2))), ("*bf16", 90, ((2, 2),))):
-    compile(triton_quantize.largest, {"BLOCK": triton_quantize.SPAN}, capability, x=x, bits="*i32")
-    for layouts, mantissa in kinds:
-        own = {"MANTISSA": mantissa, "TILE": triton_quantize.TILE, "LAYOUTS": layouts}
-        out, shape = ("*u8", "*u8", "*fp32"), ("i32", "i32")
-        compile(triton_quantize.rounded, own, capability, x=x, found="*i32", out=out, shape=shape)
-"""
-
-
-def test_they_compile_for_gpus_that_are_not_here(tmp_path):
-    """Of capability 8.0 and 9.0, by Triton's own compiler, which needs none."""
-    sizes = compiled_sizes(COMPILES, tmp_path)
-    assert len(sizes) == 5 and min(sizes) > 1_000
