@@ -88,7 +88,7 @@ class Targets(NamedTuple):
     """Results of V-trace, float32 [T, B] each."""
 
     value: torch.Tensor  # vs, the critic's targets
-    advantage: torch.Tensor  # vs - V
+    advantage: torch.Tensor  # vs - V, V-trace's advantage, already times min(1, rho)
     ratio: torch.Tensor  # rho, not clipped; 1 on dummy rows
 
 
@@ -231,8 +231,8 @@ def _extreme(reduce: Callable, x: torch.Tensor) -> torch.Tensor:
 class LossTerms(NamedTuple):
     """What the loss of a batch is made of besides the network's results, without gradient.
 
-    float32 [T, B] each, with 0 in dummy rows, except `valid` and `dummy`, bool [T, B], and `rows`
-    and `count`, [1, 1].
+    float32 [T, B] each, with 0 in dummy rows, except `valid` and `dummy`, bool [T, B], and
+    `own_rows` and `all_rows`, [1, 1].
     """
 
     advantage: torch.Tensor  # the factor of -log pi, normalized, and 0 where PPO's clip drops a row
@@ -241,8 +241,8 @@ class LossTerms(NamedTuple):
     log_ratios: torch.Tensor  # log pi - log mu
     kept: torch.Tensor | None  # bool, whether PPO's clip lets a row count; None without a clip
     valid: torch.Tensor
-    rows: torch.Tensor  # number of valid rows of this process
-    count: torch.Tensor  # number of valid rows of all processes, at least 1
+    own_rows: torch.Tensor  # number of valid rows of this process
+    all_rows: torch.Tensor  # number of valid rows of all processes, at least 1
 
 
 class Measured(NamedTuple):
@@ -260,8 +260,8 @@ class Measured(NamedTuple):
     log_ratios: torch.Tensor
     kept: torch.Tensor | None
     valid: torch.Tensor
-    rows: torch.Tensor
-    count: torch.Tensor
+    own_rows: torch.Tensor
+    all_rows: torch.Tensor
 
 
 def actor_critic_loss(
@@ -351,9 +351,9 @@ def loss_gradients(
     logp.masked_fill_(terms.dummy, 0)
     error = (values[:-1] - terms.target).masked_fill_(terms.dummy, 0)
     _, measured = total_loss(policy, logp, error, terms, coefficients)
-    of_logp = -terms.advantage / terms.count
-    of_entropy = -coefficients.entropy_coef / terms.count * valid
-    of_values = coefficients.value_coef / terms.count * error
+    of_logp = -terms.advantage / terms.all_rows
+    of_entropy = -coefficients.entropy_coef / terms.all_rows * valid
+    of_values = coefficients.value_coef / terms.all_rows * error
     return policy.gradient(action, of_logp, of_entropy), of_values, measured
 
 
@@ -381,7 +381,7 @@ def loss_terms(
     `valid` is the rollout's. In dummy rows `logp` may be anything.
     """
     dummy = ~valid
-    rows = _sum(valid.float())
+    own_rows = _sum(valid.float())
     log_ratios = (logp - rollout.behavior_logp).masked_fill_(dummy, 0)
     discounts = discounts_of(rollout.flags, coefficients.gamma, coefficients.bootstrap_truncation)
     corrected = log_ratios if coefficients.importance_correction else torch.zeros_like(log_ratios)
@@ -389,12 +389,12 @@ def loss_terms(
         values, rollout.reward, discounts, corrected, valid, coefficients.lam
     )
     # Dummy rows hold 0, so these are sums over valid rows.
-    count, advantage_sum = all_reduce([rows, _sum(advantage)])
-    count = count.clamp(min=1)
+    all_rows, advantage_sum = all_reduce([own_rows, _sum(advantage)])
+    all_rows = all_rows.clamp(min=1)
     if coefficients.normalize_advantage:
-        advantage = (advantage - advantage_sum / count).masked_fill_(dummy, 0)
+        advantage = (advantage - advantage_sum / all_rows).masked_fill_(dummy, 0)
         (squares,) = all_reduce([_sum(advantage * advantage)])
-        advantage = advantage / ((squares / count).sqrt() + _FLOOR)
+        advantage = advantage / ((squares / all_rows).sqrt() + _FLOOR)
     kept = None
     if coefficients.clip is not None:
         # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which
@@ -404,7 +404,7 @@ def loss_terms(
             clip_log_ratios = (logp - rollout.proximal_logp).masked_fill_(dummy, 0)
         kept = (clip_log_ratios.exp() - _ONE) * advantage.sign() < coefficients.clip
         advantage = advantage * kept
-    return LossTerms(advantage, target, dummy, log_ratios, kept, valid, rows, count)
+    return LossTerms(advantage, target, dummy, log_ratios, kept, valid, own_rows, all_rows)
 
 
 def total_loss(
@@ -416,12 +416,23 @@ def total_loss(
     rows.
     """
     # The policy loss has no factor rho, because V-trace's min(1, rho) is in the advantage.
-    policy_loss = -_sum(logp * terms.advantage) / terms.count
-    value_loss = _HALF * _sum(error * error) / terms.count
-    entropy = _sum(policy.entropy().masked_fill(terms.dummy, 0)) / terms.count
+    policy_loss = -_sum(logp * terms.advantage) / terms.all_rows
+    value_loss = _HALF * _sum(error * error) / terms.all_rows
+    entropy = _sum(policy.entropy().masked_fill(terms.dummy, 0)) / terms.all_rows
     loss = policy_loss + coefficients.value_coef * value_loss - coefficients.entropy_coef * entropy
-    _, _, _, *of_terms = terms
-    return loss, Measured(loss, policy_loss, value_loss, entropy, logp, *of_terms)
+    measured = Measured(
+        loss=loss,
+        policy_loss=policy_loss,
+        value_loss=value_loss,
+        entropy=entropy,
+        logp=logp,
+        log_ratios=terms.log_ratios,
+        kept=terms.kept,
+        valid=terms.valid,
+        own_rows=terms.own_rows,
+        all_rows=terms.all_rows,
+    )
+    return loss, measured
 
 
 @torch.no_grad()
@@ -447,7 +458,7 @@ def statistics_of(measured: Measured) -> torch.Tensor:
     this process's rows. Dimensions between time and batch stay, and the results have them: of
     losses that are stacked there, the statistics are [n, losses].
     """
-    valid, rows, count = measured.valid, measured.rows, measured.count
+    valid, own_rows, all_rows = measured.valid, measured.own_rows, measured.all_rows
     logp, log_ratios = measured.logp, measured.log_ratios
     # A dummy row has log rho = 0 here, so rho - 1 is 0, too.
     excess = log_ratios.expm1()  # rho - 1, exact also where rho is almost 1
@@ -457,7 +468,7 @@ def statistics_of(measured: Measured) -> torch.Tensor:
     scaled_ratio = (masked - largest).exp()  # the scale cancels, and nothing overflows
     scaled_sum = _sum(scaled_ratio)
     scaled_squares = _sum(scaled_ratio * scaled_ratio)
-    clipped_rows = torch.zeros_like(rows)
+    clipped_rows = torch.zeros_like(own_rows)
     if measured.kept is not None:
         # For bools, a > b means "a and not b".
         clipped_rows = _sum((valid > measured.kept).float())
@@ -467,12 +478,12 @@ def statistics_of(measured: Measured) -> torch.Tensor:
         "value_loss": measured.value_loss,
         "entropy": measured.entropy,
         "min_logp": _extreme(torch.amin, torch.where(valid, logp, torch.inf)),
-        "ess": scaled_sum * scaled_sum / (rows * scaled_squares).clamp(min=1),
-        "mean_ratio": (rows + _sum(excess)) / count,
+        "ess": scaled_sum * scaled_sum / (own_rows * scaled_squares).clamp(min=1),
+        "mean_ratio": (own_rows + _sum(excess)) / all_rows,
         "min_ratio": smallest.exp(),
         "max_ratio": largest.exp(),
-        "k3": _sum(excess - log_ratios) / count,
-        "clip_fraction": clipped_rows / count,
+        "k3": _sum(excess - log_ratios) / all_rows,
+        "clip_fraction": clipped_rows / all_rows,
     }
     return torch.cat([numbers[name] for name in STATISTICS]).squeeze(-1)
 

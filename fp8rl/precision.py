@@ -179,7 +179,8 @@ def _clip_coefficient(norm: torch.Tensor, max_norm) -> torch.Tensor:
 
 
 def joint_gradient(parameters: list[nn.Parameter]) -> torch.Tensor | None:
-    """The tensor [n] that is made up of the gradients of all parameters, or None if none is."""
+    """The tensor that is made up of the gradients of all parameters, in any order, or None if they
+    are not parts of one tensor."""
     gradients = [p.grad for p in parameters]
     joint = None if gradients[0] is None else gradients[0]._base
     if joint is None or any(g is None or g._base is not joint for g in gradients):
@@ -299,8 +300,9 @@ class Precision:
         """The rest of `step`, with the gradients that `backward` has put into the parameters."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if all_reduce:
-            gradients = all_reduce([p.grad for p in parameters])
-            for p, gradient in zip(parameters, gradients, strict=True):
+            learned = [p for p in parameters if p.grad is not None]
+            gradients = all_reduce([p.grad for p in learned])
+            for p, gradient in zip(learned, gradients, strict=True):
                 p.grad = gradient
         if not self.rules.loss_scale:
             grad_norm = clip_gradients(parameters, max_grad_norm)

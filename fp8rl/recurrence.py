@@ -13,7 +13,7 @@ together are again such a step, from x_{t-2} to x_t:
     x_t = (added_t + kept_t added_{t-1}) + (kept_t kept_{t-1}) x_{t-2}
 
 So the first pass makes steps of two rows out of all pairs of rows, the second one steps of four,
-and so on, until every row is one step from before the beginning, where x is 0. It sums in another
+and so on, until the step of every row begins before row 0, where x is 0. It sums in another
 order. In the first 200 updates of a training of the cart, the largest error of V-trace's
 advantages, beside float64 and relative to the largest of them, is 3e-7 by the scan and 2e-7 row by
 row.
@@ -99,7 +99,9 @@ def recurrence_fast(
     reverse: bool = False,
 ) -> torch.Tensor:
     """Like `recurrence`, in the form that is fastest here: on a GPU one kernel, if there is one."""
-    if added.requires_grad or kept.requires_grad:  # the other forms have no gradient
+    begun_has_gradient = begun is not None and begun.requires_grad
+    if added.requires_grad or kept.requires_grad or begun_has_gradient:
+        # The other forms have no gradient.
         return recurrence(added, kept, begun, reverse)
     if kernel := kernels.kernel("recurrence", added.device):
         return kernel(added, kept, begun, reverse)

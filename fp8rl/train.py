@@ -586,7 +586,7 @@ class Adam(torch.optim.Adam):
     numbers, and hooks of optimizers are still called.
 
     torch also counts the steps of each parameter in a tensor of its own, and adds 1 to each of
-    them. Here the counts are entries of one tensor, as far as all parameters take the same steps.
+    them. Here the counts are entries of one tensor, while all parameters take the same steps.
     """
 
     add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
@@ -602,6 +602,7 @@ class Adam(torch.optim.Adam):
         parameters = group["params"]
         states = [self.state[p] for p in parameters if p.grad is not None and p in self.state]
         unusual = others or closure or group["amsgrad"] or group["maximize"]
+        unusual = unusual or group["decoupled_weight_decay"] or group["differentiable"]
         if unusual or not group["fused"] or len(states) < len(parameters) or parameters[0].is_cuda:
             return self.plain_step(closure)
         counts = joint_counts(states)
@@ -633,7 +634,8 @@ class Adam(torch.optim.Adam):
 def joint_counts(states: list[dict]) -> torch.Tensor:
     """The step counts of parameters as one tensor [parameters], whose entries are in `states`."""
     counts = states[0]["step"]._base
-    if counts is None or any(state["step"]._base is not counts for state in states):
+    joint = counts is not None and len(counts) == len(states)
+    if not joint or any(state["step"]._base is not counts for state in states):
         counts = torch.stack([state["step"] for state in states])
         for i, state in enumerate(states):
             state["step"] = counts[i]

@@ -11,7 +11,7 @@ from fp8rl.config import Config
 from fp8rl.distribution import Categorical, Gaussian
 from fp8rl.losses import actor_critic_loss, loss_gradients, statistics_of
 from fp8rl.machine import by_hand
-from fp8rl.machine.by_hand import gradients_by_hand, is_plain
+from fp8rl.machine.by_hand import can_be_written_out, gradients_by_hand
 from fp8rl.precision import joint_gradient
 from fp8rl.train import gradients_by_autograd
 
@@ -64,7 +64,7 @@ def test_they_are_those_of_autograd(name):
     for iteration in range(3):
         run.advance(iteration)
     learner = run.learner
-    assert is_plain(learner) == (name in PLAIN)
+    assert can_be_written_out(learner) == (name in PLAIN)
     require_equal(learner, run.collect())
     batch = run.sample()
     # The policy has moved, so that the ratios and the clip matter.
@@ -112,7 +112,7 @@ def test_they_are_those_of_autograd_for_agents_of_all_precisions():
     run = build_population(configs)
     for iteration in range(2):
         run.advance(iteration)
-    assert not is_plain(run.learner)
+    assert not can_be_written_out(run.learner)
     require_equal(run.learner, run.sample())
 
 
@@ -142,12 +142,62 @@ def test_an_action_that_is_masked_out_has_no_gradient():
     assert gradient[0, 1] == 0 and gradient.isfinite().all()
 
 
+def summed_alone(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What `processes.all_reduce` gives if the other processes add 0: parts of one tensor."""
+    joint = torch.cat([x.flatten() for x in tensors])
+    parts = joint.split([x.numel() for x in tensors])
+    return [part.view_as(x) for part, x in zip(parts, tensors, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["defaults", "continuous"])
+def test_gradients_that_were_summed_over_processes_are_replaced(name):
+    runs = [build(Config(**SHORT | SETTINGS[name])) for _ in range(2)]
+    runs[0].learner.all_reduce = summed_alone
+    for iteration in range(3):
+        for run in runs:
+            run.advance(iteration)
+    for one, other in zip(*(run.model.parameters() for run in runs), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    require_equal(runs[0].learner, runs[1].sample())
+    runs[0].learner.update(runs[1].sample())
+    runs[0].model.inputs.bias.requires_grad_(False)
+    runs[0].learner.update(runs[1].sample())
+
+
+def test_layers_that_are_frozen_or_shared_and_methods_of_ones_own():
+    run = build(Config(**SHORT, layers=3))
+    run.advance(0)
+    learner, batch, model = run.learner, run.sample(), run.model
+
+    model.hidden[1].weight = model.hidden[0].weight
+    assert not can_be_written_out(learner)
+    require_equal(learner, batch)
+    model.hidden[1].weight = torch.nn.Parameter(model.hidden[0].weight.detach().clone())
+    assert can_be_written_out(learner)
+
+    encode = model.encode
+    model.encode = lambda obs: 2 * encode(obs)
+    assert not can_be_written_out(learner)
+    require_equal(learner, batch)
+    del model.encode
+
+    for layer in (model.inputs, *model.hidden, model.actor):
+        layer.requires_grad_(False)
+    for p in model.parameters():
+        p.grad = None
+    gradients_by_autograd(learner, batch)
+    expected = model.critic.weight.grad.clone()
+    gradients_by_hand(learner, batch)
+    torch.testing.assert_close(model.critic.weight.grad, expected)
+    assert model.inputs.weight.grad is None
+
+
 def test_what_computes_otherwise_is_left_to_autograd(monkeypatch):
     """Hooks, frozen parameters, and losses of one's own are seen."""
     run = build(Config(**SHORT))
     run.advance(0)
     learner, batch = run.learner, run.sample()
-    assert is_plain(learner)
+    assert can_be_written_out(learner)
 
     seen = []
     weight = learner.model.inputs.weight
@@ -161,14 +211,14 @@ def test_what_computes_otherwise_is_left_to_autograd(monkeypatch):
         lambda: weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated")),
     ):
         hooked = hook()
-        assert not is_plain(learner)
+        assert not can_be_written_out(learner)
         learner.update(batch)
         hooked.remove()
-        assert is_plain(learner)
+        assert can_be_written_out(learner)
     assert seen == ["model", "forward", "backward", "gradient", "accumulated"]
 
     weight.requires_grad_(False)
-    assert not is_plain(learner)
+    assert not can_be_written_out(learner)
     weight.requires_grad_(True)
     monkeypatch.setattr(by_hand, "loss_gradients", None)
     own_loss = learner.loss

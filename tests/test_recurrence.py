@@ -36,6 +36,8 @@ def test_with_a_gradient_it_goes_row_by_row():
     result = recurrence_fast(added, kept, begun)
     assert torch.equal(result, recurrence(added, kept, begun))
     assert all(x.any() for x in torch.autograd.grad(result.sum(), (added, kept, begun)))
+    result = recurrence_fast(added.detach(), kept.detach(), begun)
+    assert torch.autograd.grad(result.sum(), begun)[0].any()
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -150,6 +150,40 @@ def test_adam_is_torch_s_without_its_slow_import(monkeypatch):
     assert copy.deepcopy(optimizer).state_dict().keys() == {"state", "param_groups"}
 
 
+OPTIONS = (
+    {},
+    {"weight_decay": 0.1},
+    {"weight_decay": 0.5, "decoupled_weight_decay": True},
+    {"amsgrad": True},
+    {"maximize": True},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_adam_is_torch_s_with_all_options_and_if_parameters_take_different_steps(options):
+    found = []
+    for kind in (torch.optim.Adam, Adam):
+        model = ActorCritic(generator=torch.Generator().manual_seed(0))
+        first = next(model.parameters())
+        optimizer = kind(model.parameters(), 1e-2, fused=True, **options)
+        for step in range(8):
+            if step == 4:  # as a GradScaler does at a gradient that is not finite
+                optimizer.found_inf = torch.ones(())
+            optimizer.zero_grad()
+            sum(p.square().sum() for p in model.parameters()).backward()
+            if step == 2:
+                first.grad = None
+            if step == 6:
+                optimizer.param_groups[0]["params"].remove(first)
+            optimizer.step()
+            optimizer.found_inf = None
+            if step == 5:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        steps = [state["step"] for state in optimizer.state.values()]
+        found.append([*model.parameters(), *steps])
+    assert all(map(torch.equal, *found))
+
+
 def test_the_learning_rate_is_set_where_the_optimizer_keeps_it():
     for kept in (1.0, torch.tensor(1.0)):
         one = learner(rate=kept)

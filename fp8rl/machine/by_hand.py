@@ -7,6 +7,7 @@ arithmetic takes. `gradients_by_hand` puts the same gradients into the parameter
 float32; any other network is left to autograd.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -23,6 +24,9 @@ from .reused_forward import FastActorCritic, NormalizedFast, Reuse, has_hooks, n
 # About so many rows are computed together, because results of more would leave the processor's
 # cache before they are read again.
 ROWS = 2048
+LOSS = Learner.loss
+# The methods of a network that are written out here.
+METHODS = {"forward", "encode", "normalize", "heads", "outputs"}
 
 
 def gradients_on(device: torch.device) -> Callable:
@@ -38,18 +42,19 @@ def gradients_by_hand(learner: Learner, batch: Rollout) -> Measured:
 
     A learner with a loss of its own is left to autograd.
     """
-    if type(learner).loss is not Learner.loss or "loss" in vars(learner):
+    if type(learner).loss is not LOSS or "loss" in vars(learner):
         return gradients_by_autograd(learner, batch)
     batch = learner.prepared(batch)
-    if is_plain(learner) and not _has_done(learner.forward, batch):
+    if not _take_what_acting_did(learner, batch) and can_be_written_out(learner):
         with torch.no_grad(), learner.precision.matmul_mode():
             return _gradients_of_plain_network(learner, batch)
     with learner.precision.autocast():
         outputs, values = learner.forward(learner.model, batch)
     of_outputs, of_values, measured = _of_loss(learner, outputs.detach(), values.detach(), batch)
-    learner.precision.backward(
-        [outputs[:-1], values[:-1]], [of_outputs, of_values], learner.optimizer
-    )
+    pairs = [(outputs[:-1], of_outputs), (values[:-1], of_values)]
+    # Where all that an output depends on is frozen, there is nothing to compute.
+    results, gradients = zip(*(pair for pair in pairs if pair[0].requires_grad), strict=True)
+    learner.precision.backward(results, gradients, learner.optimizer)
     return measured
 
 
@@ -59,19 +64,23 @@ def _of_loss(learner: Learner, outputs: torch.Tensor, values: torch.Tensor, batc
     )
 
 
-def is_plain(learner: Learner) -> bool:
-    """Whether a learner's network is one of linear layers in float32 that need not be called."""
+def can_be_written_out(learner: Learner) -> bool:
+    """Whether a learner's network is one of linear layers in float32 whose gradients are written
+    out here: nothing of it was replaced, frozen, shared or given a hook."""
     model = learner.model
     if type(model) not in (FastActorCritic, NormalizedFast) or not _is_known(learner.forward):
         return False
-    if "forward" in vars(model) or has_hooks(model):
+    if METHODS & vars(model).keys() or has_hooks(model):
         return False
     if learner.precision.rules != Rules():
         return False
     layers = (model.inputs, *model.hidden, model.actor, model.critic)
-    return all(type(layer) is nn.Linear and needs_no_call(layer) for layer in layers) and all(
+    if not all(type(layer) is nn.Linear and needs_no_call(layer) for layer in layers):
+        return False
+    parameters = parameters_of(model)
+    return len(set(map(id, parameters))) == len(parameters) and all(
         p.requires_grad and not p._backward_hooks and not p._post_accumulate_grad_hooks
-        for p in parameters_of(model)
+        for p in parameters
     )
 
 
@@ -80,9 +89,13 @@ def _is_known(forward: Callable) -> bool:
     return forward is forward_pass or isinstance(getattr(forward, "__self__", None), Reuse)
 
 
-def _has_done(forward: Callable, batch: Rollout) -> bool:
-    """Whether the forward pass of a batch was done by acting. If it was not, it is forgotten."""
-    return forward is not forward_pass and forward.__self__.has(batch)
+def _take_what_acting_did(learner: Learner, batch: Rollout) -> bool:
+    """Whether acting has done the forward pass of a batch, which `learner.forward` then returns.
+
+    If it has not, what it did is forgotten, because the batch's update changes the weights.
+    """
+    reuse = getattr(learner.forward, "__self__", None)
+    return isinstance(reuse, Reuse) and reuse.has(batch)
 
 
 def parameters_of(model: FastActorCritic) -> list[nn.Parameter]:
@@ -127,7 +140,7 @@ def _gradients_of_plain_network(learner: Learner, batch: Rollout) -> Measured:
     end = start + weight.numel()
     of_weight = gradients[start:end].view(weight.shape)
     of_bias = gradients[end : end + len(bias)]
-    places = [(layer.weight.grad, layer.bias.grad) for layer in encoder]
+    layer_gradients = [(layer.weight.grad, layer.bias.grad) for layer in encoder]
     weights = [*(layer.weight for layer in encoder[1:]), weight]
     for i, of_block in enumerate(_blocks(of_heads, size, dim=1)):
         results = blocks[i]
@@ -136,7 +149,7 @@ def _gradients_of_plain_network(learner: Learner, batch: Rollout) -> Measured:
             results = [x[:rows] for x in results]
         _add_product(of_weight, of_block, results[-1], first=i == 0)
         _add_sum(of_bias, of_block, 1, first=i == 0)
-        _backward(of_block.t(), results, weights, places, first=i == 0)
+        _backward(of_block.t(), results, weights, layer_gradients, first=i == 0)
     return measured
 
 
@@ -154,18 +167,20 @@ def _forward(encoder: tuple, x: torch.Tensor) -> list[torch.Tensor]:
     return results
 
 
-def _backward(gradient, results: list, weights: list, places: list, first: bool) -> None:
+def _backward(
+    gradient: torch.Tensor, results: list, weights: list, layer_gradients: list, first: bool
+) -> None:
     """Computes the gradients of the encoder from that of the heads' results, for some rows.
 
-    `weights` are those of the layers above each layer, and `places` its gradients, which the
-    `first` rows set and others are added to.
+    `weights[i]` is the weight above layer i, and `layer_gradients[i]` are the gradients of the
+    layer's weight and bias. The `first` rows set them, and those of other rows are added.
     """
-    for i in reversed(range(len(places))):
+    for i in reversed(range(len(layer_gradients))):
         gradient = gradient.mm(weights[i])  # of what the layer gives, [rows, hidden_size]
         # The gradient of ReLU, in place.
         given = results[i + 1]
         torch.ops.aten.threshold_backward.grad_input(gradient, given, 0, grad_input=gradient)
-        of_weight, of_bias = places[i]
+        of_weight, of_bias = layer_gradients[i]
         _add_product(of_weight, gradient.t(), results[i], first)
         _add_sum(of_bias, gradient, 0, first)
 
@@ -187,8 +202,10 @@ def _add_sum(place: torch.Tensor, x: torch.Tensor, dim: int, first: bool) -> Non
 def _place_gradients(parameters: list[nn.Parameter]) -> torch.Tensor:
     """One tensor with the gradients of all parameters, to be written: `p.grad` are its parts."""
     gradients = joint_gradient(parameters)
-    if gradients is None:
-        sizes = [p.numel() for p in parameters]
+    sizes = [p.numel() for p in parameters]
+    # Those that were summed over processes are in another order.
+    places = [0, *itertools.accumulate(sizes)]
+    if gradients is None or [p.grad.storage_offset() for p in parameters] != places[:-1]:
         gradients = parameters[0].new_empty(sum(sizes))
         for p, part in zip(parameters, gradients.split(sizes), strict=True):
             p.grad = part.view_as(p)
