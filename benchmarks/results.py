@@ -34,6 +34,7 @@ STUDY = (
 COMMANDS = {
     # Does FP8 learn as float32 does, on which tasks?
     "tasks": "python benchmarks/tasks.py benchmarks/results/tasks.md",
+    "learned_again": "python benchmarks/learned_again.py table benchmarks/results/learned_again.md",
     "study": f"python -m fp8rl study {STUDY} --out build/study --overwrite",
     "film": "python benchmarks/film.py benchmarks/results",
     # Can one foresee what few bits cost?
@@ -68,7 +69,7 @@ COMMANDS = {
     # What do RL stacks for language models do about actor and learner by default?
     "stack_defaults": "python benchmarks/stack_defaults.py benchmarks/results/stack_defaults.md",
     # How long does one wait, beside what one would use instead?
-    "waits": "python benchmarks/waits.py benchmarks/results/waits.md --only clone study",
+    "waits": "python benchmarks/waits.py benchmarks/results/waits.md --only clone train study",
     "from_start": "python benchmarks/waits.py benchmarks/results/from_start.md --only train train_long",
     "watching": "python benchmarks/waits.py benchmarks/results/watching.md --only watch watch_gpt --cleanrl DIR --nanogpt DIR",
     # How fast are the loop, many agents, wide networks and several processes on a CPU?

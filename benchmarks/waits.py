@@ -15,7 +15,7 @@ the median of the ratios within the rounds. Each round has a seed of its own.
     watch       CleanRL's ppo.py alone, and under python -m fp8rl.doctor watch
     watch_gpt   the same of nanoGPT
 
-    python benchmarks/waits.py benchmarks/results/waits.md --only clone study
+    python benchmarks/waits.py benchmarks/results/waits.md --only clone train study
     python benchmarks/waits.py benchmarks/results/from_start.md --only train train_long
     python benchmarks/waits.py benchmarks/results/watching.md --only watch watch_gpt --cleanrl DIR
     --nanogpt DIR

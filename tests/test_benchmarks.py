@@ -112,6 +112,16 @@ def short_tasks(module, monkeypatch) -> None:
         monkeypatch.setattr(tasks, name, value)
 
 
+def learn_again(module, out: Path) -> None:
+    """Both commands of the benchmark `learned_again`, the first of them twice."""
+    path = out / "learned_again.csv"
+    for _ in range(2):
+        for task in (tasks.CARTPOLE, "LunarLander-v3"):
+            module.main(["train", task, str(path)])
+    assert len(path.read_text().splitlines()) == 1 + 2 * 2
+    module.main(["table", str(out / "learned_again.md")])
+
+
 def small_map(module, monkeypatch) -> None:
     short_tasks(module, monkeypatch)
     forms = ["e8m3"], ["e4m3"], ["e4m3:unscaled"]
@@ -543,6 +553,16 @@ class Run(NamedTuple):
 
 
 RUNS = {
+    "learned_again": Run(
+        {"learned_again.md": {"task", "precision", "in the table of tasks", "this code"}},
+        {
+            "Config": config_class(**QUICK),
+            "SEEDS": 1,
+            "alone": lambda config: other_library("", config),
+        },
+        short_tasks,
+        learn_again,
+    ),
     "tasks": Run(
         {
             "tasks.md": {"task", "arm", "median score"},
