@@ -40,7 +40,8 @@ def gradients_on(device: torch.device) -> Callable:
 def gradients_by_hand(learner: Learner, batch: Rollout) -> Measured:
     """Like `train.gradients_by_autograd`, in the form that is fastest here.
 
-    A learner with a loss of its own is left to autograd.
+    A learner with a loss of its own is left to autograd. The gradients `p.grad` may be parts of one
+    tensor, which the next update writes again, so clone what is to be kept.
     """
     if type(learner).loss is not LOSS or "loss" in vars(learner):
         return gradients_by_autograd(learner, batch)
