@@ -47,7 +47,7 @@ def gradients_by_hand(learner: Learner, batch: Rollout) -> Measured:
         return gradients_by_autograd(learner, batch)
     batch = learner.prepared(batch)
     if not _take_what_acting_did(learner, batch) and can_be_written_out(learner):
-        with torch.no_grad(), learner.precision.matmul_mode():
+        with torch.no_grad(), learner.precision.autocast():
             return _gradients_of_plain_network(learner, batch)
     with learner.precision.autocast():
         outputs, values = learner.forward(learner.model, batch)
