@@ -424,7 +424,7 @@ def draw(path: Path, found: Found) -> None:
         ax.axis("off")
     handles = axes[0, 0].get_legend_handles_labels()
     note = (
-        "FP8 learns as float32 does, up to small losses on the carts.\n"
+        "FP8 learns as float32 does, up to a small loss on the linear-quadratic cart.\n"
         "Up is better in every panel. Lines: interquartile means. Bands: "
         "10th to 90th percentile of the seeds."
     )
