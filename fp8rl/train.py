@@ -598,12 +598,14 @@ class Adam(torch.optim.Adam):
     @torch.no_grad()  # as in the wrapper of torch's `step`
     def step(self, closure=None):
         """Like torch's `step`, which is `plain_step`."""
-        group, *others = self.param_groups
+        group, *other_groups = self.param_groups
         parameters = group["params"]
         states = [self.state[p] for p in parameters if p.grad is not None and p in self.state]
-        unusual = others or closure or group["amsgrad"] or group["maximize"]
-        unusual = unusual or group["decoupled_weight_decay"] or group["differentiable"]
-        if unusual or not group["fused"] or len(states) < len(parameters) or parameters[0].is_cuda:
+        options = ("amsgrad", "maximize", "decoupled_weight_decay", "differentiable")
+        on_gpu = parameters[0].is_cuda
+        unusual = other_groups or closure or on_gpu or any(group[name] for name in options)
+        # At the first step there are no states yet, and what is frozen has no gradient.
+        if unusual or not group["fused"] or len(states) < len(parameters):
             return self.plain_step(closure)
         counts = joint_counts(states)
         counts.add_(1)

@@ -136,7 +136,7 @@ def _gradients_of_plain_network(learner: Learner, batch: Rollout) -> Measured:
     of_heads = torch.cat((of_outputs.movedim(-1, 0), of_values.unsqueeze(0)))
     # The last observations only bootstrap, so their rows have no gradient.
     of_heads = of_heads.view(-1, of_values.numel())  # [A + 1, T B]
-    # In memory, the gradients of both heads are next to each other.
+    # The gradients of both heads are next to each other in `gradients`.
     start = sum(p.numel() for layer in encoder for p in (layer.weight, layer.bias))
     end = start + weight.numel()
     of_weight = gradients[start:end].view(weight.shape)
@@ -204,9 +204,9 @@ def _place_gradients(parameters: list[nn.Parameter]) -> torch.Tensor:
     """One tensor with the gradients of all parameters, to be written: `p.grad` are its parts."""
     gradients = joint_gradient(parameters)
     sizes = [p.numel() for p in parameters]
-    # Those that were summed over processes are in another order.
-    places = [0, *itertools.accumulate(sizes)]
-    if gradients is None or [p.grad.storage_offset() for p in parameters] != places[:-1]:
+    *offsets, _ = [0, *itertools.accumulate(sizes)]
+    # Gradients that were summed over processes are parts of one tensor in another order.
+    if gradients is None or [p.grad.storage_offset() for p in parameters] != offsets:
         gradients = parameters[0].new_empty(sum(sizes))
         for p, part in zip(parameters, gradients.split(sizes), strict=True):
             p.grad = part.view_as(p)
