@@ -63,7 +63,6 @@ class Average:
         self.stochastic_rows = FormatRows([form for _, form in formats if form.stochastic], 0)
         self.x: np.ndarray | None = None  # float32's average, when it was read last
         self.all_windows: list[WindowSums] = []
-        self.all_steps: list[WindowSums] = []
         self.numbers = NumberSums()  # of the windows
 
     @property
@@ -103,9 +102,12 @@ class Average:
         if len(self.steps) == self.length:
             moved = self.kept - self.start
             lost = (moved == 0) & (self.true != 0)
-            self.all_windows.append(WindowSums.of(moved, self.true, lost, emphasis))
+            sums = WindowSums.of(moved, self.true, lost, emphasis)
+            # Steps in place of windows for the stochastic rows
+            for part, of_steps in zip(sums[:3], add_up(self.steps), strict=False):
+                part[self.first_stochastic :] = of_steps
+            self.all_windows.append(sums)
             self.numbers.add(moved, self.true)
-            self.all_steps.append(add_up(self.steps))
             self.begin_window(self.kept)
 
     def begin_window(self, kept: np.ndarray) -> None:
@@ -127,8 +129,7 @@ class Average:
         windows = self.windows
         findings = []
         for i, text in enumerate(self.names):
-            row = i - self.first_stochastic
-            trials = [sums.of_row(row) for sums in self.all_steps] if row >= 0 else []
+            trials = [sums.of_row(i) for sums in self.all_windows]
             finding = judge(
                 optimizer,
                 text,

@@ -419,13 +419,9 @@ class Doctor:
         by_text = {}
         for part, looked in ((watched, False), (watched.looks, True)):
             for i, text in enumerate(part.names):
-                free, trials, free_numbers = [], [], None
+                trials = []
                 if not looked:
                     trials = [sums.of_row(i) for sums in watched.trials]
-                if not looked and text in watched.free_names:
-                    row = watched.free_names.index(text)
-                    free = [sums.of_row(row) for sums in watched.free_windows]
-                    free_numbers = watched.free_numbers.of_row(row)
                 by_text[text] = judge(
                     watched.name,
                     text,
@@ -435,10 +431,8 @@ class Doctor:
                     self.tolerates,
                     LOOK_LENGTH if looked else watched.length,
                     looked,
-                    free=free,
                     trials=trials,
                     numbers=part.numbers.of_row(i),
-                    free_numbers=free_numbers,
                 )
         if watched.sums is not None:
             by_text |= watched.sums.findings(self.tolerates)
@@ -453,7 +447,7 @@ class Doctor:
                 finding._replace(verdict="not judged", why=trouble, cure="") for finding in findings
             ]
         if trouble or not for_a_twin:
-            nothing = {"tensor_rates": (), "tensor_noise": (), "free_tensor_rates": ()}
+            nothing = {"tensor_rates": (), "tensor_noise": ()}
             findings = [finding._replace(**nothing) for finding in findings]
         return findings
 

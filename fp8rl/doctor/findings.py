@@ -43,13 +43,6 @@ class Finding(NamedTuple):
     `tensor_rates`, `tensor_noise`
                  the rate of each tensor, and the standard deviation of the noise that an update
                  adds to a number, in each of up to 24 parts of the training, [parts, T]
-    `free_rate`  the rate of weights that go on from where few bits leave them. `rate` is measured
-                 in windows that begin at float32's weights each time, which hides a stall if the
-                 weights move to where the format's numbers are closer together. Where the two
-                 disagree, the verdict is the worse one. NaN for other places, and for stochastic
-                 rounding, which does not stall.
-    `free_tensor_rates`
-                 the same for each tensor, in each of the parts of `tensor_rates`, [parts, T]
     `longest_step`, `longest_step_float32`, `drifted`, `decay_rate`, `bytes_per_parameter`,
     `left_in_float32`, `tensor_longest_steps`, `tensor_bytes`
                  of a real optimizer: the farthest that a number moved in one update, in learning
@@ -86,8 +79,6 @@ class Finding(NamedTuple):
     cure: str = ""
     tensor_rates: tuple[tuple[float, ...], ...] = ()
     tensor_noise: tuple[tuple[float, ...], ...] = ()
-    free_rate: float = math.nan
-    free_tensor_rates: tuple[tuple[float, ...], ...] = ()
     longest_step: float = math.nan
     longest_step_float32: float = math.nan
     drifted: float = math.nan

@@ -204,8 +204,6 @@ class Evidence(NamedTuple):
             return "frozen tensors"
         if is_below(self.last, self.last_error, low):
             return slow
-        if self.noise > NOISY:
-            return "too noisy"
         return AS_FLOAT32
 
 
@@ -229,11 +227,9 @@ def judge(
     tolerates: tuple[float, float],
     length: int,
     looked: bool = False,
-    free: list[WindowSums] = (),
     trials: list[WindowSums] = (),
     steps_per_trial: int = 1,
     numbers: np.ndarray | None = None,
-    free_numbers: np.ndarray | None = None,
 ) -> Finding:
     """The finding for a place and format, without a cure.
 
@@ -262,40 +258,17 @@ def judge(
         noise = Errors.of_noise(trials, steps_per_trial, len(windows), sample)
         errors = errors.or_larger(noise)
     measured = Evidence.measured(windows, weight, names, errors)
+    if is_noisy:  # windows weigh by float32's movement
+        sums = add_up(windows)
+        measured = measured._replace(
+            overall=rate_of(sums, weight), error=float(errors.whole), noise=noise_of(sums, weight)
+        )
     verdict = verdict_of(measured, tolerates, is_noisy)
-    why = ""
     mechanism = mechanism_of(place, measured.lost, length, looked)
-    free_rate = math.nan
-    free_parts = in_parts(free, PARTS)
-    if free:
-        free_errors = Errors.of_sample(free_numbers, sample, is_noisy)
-        on_its_own = Evidence.measured(free, weight, names, free_errors)
-        free_rate = on_its_own.overall
-        worse = worse_of(measured, on_its_own)
-        worse_verdict = verdict_of(worse, tolerates, is_noisy)
-        if SEVERITY.index(worse_verdict) > SEVERITY.index(verdict):
-            verdict = worse_verdict
-            rates = (
-                f"{measured.overall:.2f} in windows that begin at float32's weights, "
-                f"{worse.overall:.2f} where it goes on from its own"
-            )
-            why = explain(rates, worse, verdict, tolerates, mechanism)
-    if not why and verdict != AS_FLOAT32 and is_noisy:
-        favourable = while_moving(measured, windows, trials, steps_per_trial, sample, errors)
-        milder = favourable.verdict(tolerates)
-        if SEVERITY.index(milder) < SEVERITY.index(verdict):
-            verdict = milder
-            # Tensors that only seem to stand still are not named.
-            named = measured._replace(
-                tensors=favourable.tensors, tensor_errors=favourable.tensor_errors
-            )
-            why = explain(rates_in_words(measured), named, verdict, tolerates, mechanism)
-            why += "; where float32 hardly moves, its noise is not judged"
-    if not why:
-        why = explain(rates_in_words(measured), measured, verdict, tolerates, mechanism)
-        if others := doubts(measured, verdict, tolerates, is_noisy):
-            quoted = " or ".join(f'"{other}"' for other in others)
-            why += f"; perhaps {quoted}, which a larger sample would tell"
+    why = explain(rates_in_words(measured), measured, verdict, tolerates, mechanism)
+    if others := doubts(measured, verdict, tolerates, is_noisy):
+        quoted = " or ".join(f'"{other}"' for other in others)
+        why += f"; perhaps {quoted}, which a larger sample would tell"
     parts = in_parts(windows, PARTS)
     return Finding(
         optimizer,
@@ -311,10 +284,8 @@ def judge(
         why=why,
         tensor_rates=tuple(tuple(map(float, rates_by_tensor(sums))) for sums in parts),
         tensor_noise=tuple(tuple(map(float, noise_by_tensor(sums, length))) for sums in parts),
-        free_rate=free_rate,
         error=measured.error,
         tensor_errors=measured.tensor_errors,
-        free_tensor_rates=tuple(tuple(map(float, rates_by_tensor(sums))) for sums in free_parts),
     )
 
 
@@ -337,76 +308,6 @@ def doubts(
     shifts = (0,) if is_noisy else (ERRORS, -ERRORS)
     others = [measured.shifted(errors).verdict(tolerates) for errors in shifts]
     return [other for other in dict.fromkeys(others) if other != verdict]
-
-
-def worse_of(anchored: Evidence, free: Evidence) -> Evidence:
-    """The evidence of an anchored row, with the rates of its free row where that learns clearly
-    less."""
-
-    replaced = [
-        name for name, rate in anchored.tensors.items() if rate - free.tensors[name] > DISAGREE
-    ]
-    worse = anchored._replace(
-        tensors=anchored.tensors | {name: free.tensors[name] for name in replaced},
-        tensor_errors=anchored.tensor_errors
-        | {name: free.tensor_errors[name] for name in replaced},
-    )
-    if anchored.overall - free.overall > DISAGREE:
-        worse = worse._replace(overall=free.overall, error=free.error)
-    if anchored.last - free.last > DISAGREE:
-        worse = worse._replace(last=free.last, last_error=free.last_error)
-    return worse
-
-
-def while_moving(
-    measured: Evidence,
-    windows: list[WindowSums],
-    trials: list[WindowSums],
-    steps_per_trial: int,
-    sample: Sample,
-    errors: Errors,
-) -> Evidence:
-    """A stochastic row's evidence from the windows in which float32 moves.
-
-    A training that has converged, or an average that has arrived, has windows in which float32
-    hardly moves. Their rates are the row's noise divided by next to nothing. So here those windows
-    are left out, and the others count by how far float32 moves in them. If float32 does not move in
-    the last quarter, it is not judged.
-
-    `trials` and `steps_per_trial` are those of `judge`, and `errors` those of all windows. Windows
-    that are left out add next to nothing to what `errors.whole` is made of.
-    """
-    weight = np.asarray(sample.sizes, float)
-    moving = np.flatnonzero(is_moving(trials, weight))
-    first_late = len(trials) - max(1, len(trials) // 4)
-    all_moving = [trials[i] for i in moving]
-    late = [trials[i] for i in moving if i >= first_late]
-    moving_windows = [windows[i] for i in np.flatnonzero(is_moving(windows, weight))]
-    while_it_moves = Errors.of_noise(all_moving, steps_per_trial, 1, sample)
-    error = float(np.fmax(errors.whole, while_it_moves.whole))
-    tensor_errors = np.fmax(errors.tensors, while_it_moves.tensors)
-    sums = add_up(all_moving)
-    rate = rate_of(sums, weight)
-    favourable = measured._replace(
-        overall=rate,
-        error=error,
-        last=rate,
-        last_error=error,
-        noise=float(np.median([noise_of(sums, weight) for sums in moving_windows])),
-        tensors=dict(zip(measured.tensors, rates_by_tensor(sums).tolist(), strict=True)),
-        tensor_errors=dict(zip(measured.tensors, tensor_errors.tolist(), strict=True)),
-    )
-    if late:
-        noise = Errors.of_noise(late, steps_per_trial, 1, sample)
-        last_error = float(np.fmax(errors.last, noise.whole))
-        favourable = favourable._replace(last=rate_of(add_up(late), weight), last_error=last_error)
-    return favourable
-
-
-def is_moving(windows: list[WindowSums], weight: np.ndarray) -> np.ndarray:
-    """Whether float32 has not converged in each window, bool [windows]."""
-    movements = np.sqrt([(weight * sums.true).sum() for sums in windows])
-    return (movements > 0) & (movements >= CONVERGED * np.nanmax(movements))
 
 
 def is_stochastic(form: str) -> bool:

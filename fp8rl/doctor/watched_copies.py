@@ -320,8 +320,6 @@ class WatchedCopies:
         low, high = tolerates
         verdict = finding.verdict
         reasons = [finding.why]
-        if drifted > DRIFTING:
-            verdict = worse(verdict, "drifts")
         if longest > LEAP * own > 0:
             verdict = worse(verdict, "leaps")
             farthest = self.tensor_names[int(watched.longest.argmax())]

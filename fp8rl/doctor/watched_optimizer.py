@@ -196,30 +196,22 @@ class WatchedOptimizer:
         formats = [entry for entry in formats if entry[0] not in SUMS]
         rows = [entry for entry in formats if self.is_adam or entry[0] == "weights"]
         rows.sort(key=lambda entry: (entry[1].stochastic, STATE.index(entry[0])))
-        free = [entry for entry in rows if entry[0] == "weights" and not entry[1].stochastic]
         self.names = [text for *_, text in rows]
-        self.free_names = [text for *_, text in free]
         float32 = PlaceFormat.of("fp32")
-        places = ["m", "v", *(place for place, *_ in free + rows)]
-        forms = [float32, float32, *(form for _, form, _ in free + rows)]
+        places = ["m", "v", *(place for place, *_ in rows)]
+        forms = [float32, float32, *(form for _, form, _ in rows)]
         self.kind = np.array([STATE.index(place) for place in places])
-        self.free = slice(2, 2 + len(free))
-        self.measured = slice(2 + len(free), None)
+        self.measured = slice(2, None)
         self.keeps_weights = (self.kind == WEIGHTS).reshape(-1, 1, 1)
-        self.is_anchored = self.keeps_weights.copy()  # begins each window at float32's weights
-        self.is_anchored[self.free] = False
         self.rows_of_kind = [np.flatnonzero(self.kind == kind) for kind in range(len(STATE))]
         self.bounded = np.array([not form.independent for form in forms])
         self.sample = Sample(parameters, sample, seed)
         self.rows = FormatRows(forms, seed)
-        self.free_rows = FormatRows([form for _, form, _ in free], seed)
         # [C, 1]
         self.is_stochastic_weight = self.keeps_weights[:, 0] & [[form.stochastic] for form in forms]
         self.windows: list[WindowSums] = []
         self.trials: list[WindowSums] = []  # the windows, with the noise that is to be expected
-        self.free_windows: list[WindowSums] = []
         self.numbers = NumberSums()  # of the rows of `names`
-        self.free_numbers = NumberSums()
         self.updates = 0
         self.last_update = np.zeros(len(parameters), int)  # of each tensor; 0 if it had none
         self.switched_off = [False] * len(parameters)  # whether a tensor did not require gradients
@@ -438,10 +430,8 @@ class WatchedOptimizer:
         largest = torch.stack([largest_of(x) for x in tensors]).cpu().numpy()
         weights, moments, squares = largest
         self.largest = np.stack((weights, moments, squares, np.sqrt(squares)))[self.kind]
-        weights = np.broadcast_to(self.sample.take(parameters), rows.shape)
-        weights = self.rows.round(weights, self.largest)
-        self.kept[0] = np.where(self.is_anchored, weights, rows)
-        self.displaced = np.zeros_like(self.kept[0, self.free])
+        self.kept[0] = rows
+        self.displaced = np.zeros_like(self.kept[0])
         self.window: list[Replayed] = []
         self.recorded: list[Update] = []  # updates since the last replay
 
@@ -540,8 +530,8 @@ class WatchedOptimizer:
 
         That does not count as a movement of the window, because it is no step of the optimizer.
         """
-        now = self.kept[len(self.window), self.free]
-        moved = self.free_rows.round(now + by, self.largest[self.free])
+        now = self.kept[len(self.window)]
+        moved = np.where(self.keeps_weights, self.rows.round(now + by, self.largest), now)
         if self.window:
             self.displaced += moved - now
         now[:] = moved
@@ -588,14 +578,12 @@ class WatchedOptimizer:
         window = WindowSums(*(part[self.measured] for part in sums))
         self.windows.append(window)
         self.numbers.add(moved[self.measured], true[self.measured])
-        self.free_numbers.add(moved[self.free], true[self.free])
         # Weights that are rounded stochastically have at least this noise on average, although
         # few numbers may show it: a step d of numbers that lie s apart is s with probability d / s.
         spacing = self.rows.steps(self.kept[-1], self.largest)
         expected = (spacing * np.abs(true) * emphasis).mean(2, dtype=np.float64)
         expected = (expected * self.is_stochastic_weight)[self.measured]
         self.trials.append(window._replace(apart=np.maximum(window.apart, expected)))
-        self.free_windows.append(WindowSums(*(part[self.free] for part in sums)))
 
     def moved(self) -> np.ndarray:
         """How far the weights have moved in the window with each row, float32 [C, T, P].
@@ -612,7 +600,7 @@ class WatchedOptimizer:
         exact_m = kept[:, 0]
         exact_root = np.sqrt(kept[:, 1])
         moved = kept[-1] - self.kept[0]
-        moved[self.free] -= self.displaced
+        moved -= self.displaced
         for row, kind in enumerate(self.kind):
             if kind == WEIGHTS:
                 continue
