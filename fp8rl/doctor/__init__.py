@@ -1,58 +1,31 @@
-"""Looks at a training or at log-probabilities: how would few bits change them, is it a bug?
+"""Looks at a training: how would few bits change it?
 
-    doctor.py     `Doctor` watches a training in float32 and predicts which formats would change it
-    mismatch.py   `mismatch` compares a learner's and an actor's log-probabilities
-    stack_rules.py  `like` shows what an RL stack would do with the same tokens
-    __main__.py   `python -m fp8rl.doctor` does both for scripts and files of anybody
+    watch.py   `Doctor` watches a training in float32 and predicts which formats would change it
+    keep.py    `Keep` really keeps a place in few bits
 
+`python -m fp8rl.doctor` does both for scripts of anybody, and compares log-probabilities (dumps/).
 README.md beside this file shows how to use them. Nothing here needs more of the package than bits/.
 """
 
 import importlib
 
-from ..bits.notation import OPERANDS, TOLERATES, check_tolerance
-
 # The file of each name. It is imported when the name is used for the first time, because the
 # command must not import torch before the script does.
 FILES = {
-    "AVERAGES": "averages",
-    "ActingLook": "acting_look",
-    "Doctor": "doctor",
-    "FORMATS": "doctor",
-    "Finding": "findings",
-    "FormatRows": "format_rows",
-    "LEAST_PER_TENSOR": "sample",
-    "MismatchReport": "mismatch",
-    "MomentBounds": "format_rows",
-    "NumberSums": "sample",
-    "Operands": "low_bit_gradients",
-    "Report": "findings",
-    "Sample": "sample",
-    "Through": "low_bit_gradients",
-    "WatchedOptimizer": "watched_optimizer",
-    "WindowSums": "sample",
-    "innermost_optimizer": "doctor",
-    "judge_acting": "acting_look",
-    "noise_of": "sample",
-    "optimizer_inside": "doctor",
-    "rate_of": "sample",
-    "rates_by_tensor": "sample",
-    "read_format": "doctor",
-    "sampling_error": "sample",
-    "sampling_errors_by_tensor": "sample",
-    "tensor_names": "sample",
+    "Doctor": ".watch",
+    "FORMATS": ".watch",
+    "Finding": ".findings",
+    "Keep": ".keep",
+    "Report": ".findings",
+    "mismatch": ".mismatch",
 }
-__all__ = ["OPERANDS", "TOLERATES", "check_tolerance", *FILES]
+__all__ = list(FILES)
 
 
 def __getattr__(name: str):
     """A name that has not been used before (PEP 562)."""
     if name not in FILES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{FILES[name]}", __name__), name)
+    value = getattr(importlib.import_module(FILES[name], __name__), name)
     globals()[name] = value
     return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -58,7 +58,7 @@ from ..bits.notation import (
     check_tolerance,
     read_entries,
 )
-from .real_optimizers import catalogue_as_text, is_real, read_real_optimizer, split_real
+from ..bits.catalogue import catalogue_as_text, is_real, read_real_optimizer, split_real
 from .report_file import NO_STEP, ReportFile, read_report, report_as_json, require_rates
 from .run_script import AfterImport, Refusal, Target, before_termination, first_line
 

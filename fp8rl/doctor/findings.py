@@ -1,106 +1,71 @@
-"""The doctor's findings: for each format, the rate at which training learns, and a verdict.
+"""What a doctor says: for each shadow one word, one sentence, and a cure.
 
-verdicts.py says how a verdict follows from measurements.
+A shadow takes the steps of a training otherwise. The ruler measures the rate at which it then
+learns (ruler.py), and here the word follows from the rate: does this training learn as well at
+`rate` times its learning rate?
 """
 
 import json
 import math
 from typing import NamedTuple
 
+from ..bits.catalogue import PLACES as REAL_PLACES
 from ..bits.notation import OPERANDS, STATE, SUMS, split_entry
 from ..bits.places import PlaceFormat
-from .real_optimizers import PLACES as REAL_PLACES
+from .ruler import ERRORS, Reading, is_above, is_below, is_stochastic
 
 AS_FLOAT32 = "as float32"
 NOT_JUDGED = "not judged"
+# From the mildest to the worst
+WORDS = (AS_FLOAT32, "frozen tensors", "faster", "leaps", "slower", "stalls", "diverges")
 SAME = "it is the same as the script's own"  # a real optimizer, which then saves nothing
-# A real optimizer drifts if it moves a larger share of the numbers although float32 does not.
-DRIFTING = 0.01
+STALLED = 0.1  # a training that ends with a rate below this has nearly stopped
+SHOWN_ERROR = 0.01  # a standard error above this is part of the line
+NOISY = 2.5  # noise above this, relative to float32's step, is part of the line
+NAMED = 4  # how many tensors a line of the report names at most
 
 
 class Finding(NamedTuple):
-    """The result for one place and format in one optimizer.
+    """The result for one shadow of one optimizer.
 
-    `optimizer`  name of the optimizer; "average" for a running average, "policy" for a policy that
-                 acts in few bits
-    `place`      weights, m, v, root, grad, forward, backward, acting, one of the `others` of a
-                 look, or the name of an average
-    `format`     the format with the words after it
-    `rate`       the factor by which few bits multiply the learning rate, over the whole training
-                 and with every number counted alike; NaN if nothing was measured
-    `first`      the rate in the first quarter of the training
-    `last`       the rate in the last quarter
-    `noise`      how far few bits lead away from float32's step, relative to this step, in the
-                 median window
-    `lost`       share of the numbers that stay the same over a window, or become 0, in the median
-                 window
-    `tensors`    the rate of each tensor by name
-    `verdict`    as float32, slower, faster, stalls, frozen tensors, too noisy, drifts, leaps,
-                 diverges, not judged
+    `optimizer`  name of the optimizer, or of a running average
+    `place`      weights, m, v, root, grad, forward, backward; model or optimizer for a real one; or
+                 the name of an average
+    `format`     the format with the words after it, or which real optimizer
+    `verdict`    as float32, slower, faster, stalls, frozen tensors, leaps, diverges, not judged
     `why`        the reason in words
     `cure`       another format of the same place (or of the root, for v) that was watched and
                  learns as float32 does
-    `tensor_rates`, `tensor_noise`
-                 the rate of each tensor, and the standard deviation of the noise that an update
-                 adds to a number, in each of up to 24 parts of the training, [parts, T]
-    `longest_step`, `longest_step_float32`, `drifted`, `decay_rate`, `bytes_per_parameter`,
-    `left_in_float32`, `tensor_longest_steps`, `tensor_bytes`
-                 of a real optimizer: the farthest that a number moved in one update, in learning
-                 rates, and the same of the script's own optimizer; the share of the numbers that
-                 move over a window although float32's do not, in the mean window; which share of
-                 the weight decay arrives; the bytes that are kept of a parameter between updates;
-                 the names of the tensors that are kept wholly in float32; longest step and bytes
-                 by tensor
-    `contributions`, `share_left`
-                 of a sum of gradients: how many gradients a step adds up, and which share of
-                 float32's sum is left in few bits. NaN for other places.
-    `sample_size`, `divergence`, `horizon`
-                 of a policy that acts in few bits, which has no rate: the effective sample size of
-                 a token's ratio, KL(pi || mu) of a token, and the number of tokens after which the
-                 weights of sequences have lost a tenth of their sample size. NaN for other places.
+    `rate`       the factor by which few bits multiply the learning rate, over the whole training
+                 and with every number counted alike; NaN if nothing was measured
     `error`      the standard error of `rate`: how far it may be off because only a sample of the
                  numbers is followed, and because stochastic rounding is noisy. NaN if not known.
-    `tensor_errors`
-                 the standard error of each rate in `tensors`, by name. A tensor that is followed
-                 whole has 0, unless it is rounded stochastically.
+    `first`      the rate in the first quarter of the training
+    `last`       the rate in the last quarter
+    `noise`      how far few bits lead away from float32's step, relative to this step
+    `lost`       share of the numbers that stay the same over a window, or become 0, in the median
+                 window
+    `longest_step`         of a real optimizer: the farthest that a number moved in one update, in
+                           learning rates
+    `bytes_per_parameter`  of a real optimizer: what is kept of a parameter between updates
+    `tensors`    the rate of each tensor by name
     """
 
     optimizer: str
     place: str
     format: str
-    rate: float
-    first: float
-    last: float
-    noise: float
-    lost: float
-    tensors: dict[str, float]
     verdict: str
     why: str
     cure: str = ""
-    tensor_rates: tuple[tuple[float, ...], ...] = ()
-    tensor_noise: tuple[tuple[float, ...], ...] = ()
-    longest_step: float = math.nan
-    longest_step_float32: float = math.nan
-    drifted: float = math.nan
-    decay_rate: float = math.nan
-    bytes_per_parameter: float = math.nan
-    left_in_float32: tuple[str, ...] = ()
-    tensor_longest_steps: dict[str, float] = {}
-    tensor_bytes: dict[str, float] = {}
-    contributions: float = math.nan
-    share_left: float = math.nan
-    sample_size: float = math.nan
-    divergence: float = math.nan
-    horizon: float = math.nan
+    rate: float = math.nan
     error: float = math.nan
-    tensor_errors: dict[str, float] = {}  # a default that nobody changes
-
-    @classmethod
-    def without_rates(cls, optimizer: str, text: str, verdict: str, why: str, **fields):
-        """The finding for a place and format of which no rate is known."""
-        place, form = split_entry(text)
-        nan = math.nan
-        return cls(optimizer, place, form, nan, nan, nan, nan, nan, {}, verdict, why, **fields)
+    first: float = math.nan
+    last: float = math.nan
+    noise: float = math.nan
+    lost: float = math.nan
+    longest_step: float = math.nan
+    bytes_per_parameter: float = math.nan
+    tensors: dict[str, float] = {}  # a default that nobody changes
 
     @property
     def text(self) -> str:
@@ -111,34 +76,17 @@ class Finding(NamedTuple):
     def is_fine(self) -> bool:
         return self.verdict == AS_FLOAT32
 
-    def of_real_optimizer(self) -> str:
-        """What was measured of a real optimizer besides its rate; empty for other places."""
-        if math.isnan(self.longest_step):
-            return ""
-        parts = [
-            f"longest step {self.longest_step:,.3g} learning rates "
-            f"(float32 {self.longest_step_float32:,.3g})"
-        ]
-        if self.drifted > DRIFTING:
-            parts.append(f"{self.drifted:.0%} of the numbers move although float32's stand still")
-        is_off = math.isfinite(self.decay_rate) and abs(self.decay_rate - 1) > 0.1
-        if is_off and "weight decay" not in self.why:
-            parts.append(f"{self.decay_rate:.2f} of the weight decay arrives")
-        parts.append(f"{self.bytes_per_parameter:.3g} bytes a parameter")
-        if self.left_in_float32:
-            left = len(self.left_in_float32)
-            parts.append(f"{left} of {len(self.tensors)} tensors stay in float32")
-        return ", ".join(parts)
+    def worsened(self, word: str, reason: str) -> "Finding":
+        """The finding with a further reason, which leads if its word is the worse one."""
+        if self.verdict == NOT_JUDGED:
+            return self
+        verdict = max(self.verdict, word, key=WORDS.index)
+        parts = (self.why, reason) if verdict == self.verdict != word else (reason, self.why)
+        return self._replace(verdict=verdict, why="; ".join(parts))
 
     def __str__(self) -> str:
         """The finding in one line."""
-        if self.verdict == NOT_JUDGED:
-            return f"{self.text}: not judged: {self.why}"
-        line = f"{self.text}: {self.verdict}"
-        if self.why:
-            line += f": {self.why}"
-        if details := self.of_real_optimizer():
-            line += f"; {details}"
+        line = f"{self.text}: {self.verdict}: {self.why}"
         if self.cure:
             line += f"; cure: {self.cure}"
         return line
@@ -183,6 +131,112 @@ class Report(list[Finding]):
                     raise ValueError(f"{text} is not fine {where}: {cure}")
 
 
+def judge(
+    optimizer: str,
+    text: str,
+    reading: Reading | None,
+    tolerates: tuple[float, float],
+    loses: str = "{share} of the numbers stay the same",
+) -> Finding:
+    """The finding for a shadow, without a cure.
+
+    `reading`    what the ruler has measured
+    `tolerates`  lowest and highest factor of the learning rate that the training tolerates
+    `loses`      in words, how a share of the numbers is lost
+
+    The word follows from the rates as they were measured: if a rate is below a limit but could be
+    above it, "as float32" would be no better founded than "slower". Stochastic rounding is right in
+    the mean, so its rates must be beyond a limit by more than their errors. Single tensors are
+    many, and some are off by chance. So they must be, too.
+    """
+    if reading is None:
+        why = "the training ended before a window was full, or moved nothing: train longer"
+        return Finding(optimizer, *split_entry(text), NOT_JUDGED, why)
+    exact = reading.shifted(0)
+    is_noisy = is_stochastic(text)
+    verdict = word_for(reading if is_noisy else exact, tolerates)
+    why = explain(reading, verdict, tolerates, loses)
+    # What rates within two standard errors would be called
+    others = [exact] if is_noisy else [reading.shifted(ERRORS), reading.shifted(-ERRORS)]
+    words = [word_for(other, tolerates) for other in others]
+    if doubts := [f'"{word}"' for word in dict.fromkeys(words) if word != verdict]:
+        why += f"; perhaps {' or '.join(doubts)}, which a larger sample would tell"
+    return Finding(
+        optimizer,
+        *split_entry(text),
+        verdict,
+        why,
+        rate=reading.rate,
+        error=reading.error,
+        first=reading.first,
+        last=reading.last,
+        noise=reading.noise,
+        lost=reading.lost,
+        tensors={name: rate for name, (rate, _) in reading.tensors.items()},
+    )
+
+
+def word_for(reading: Reading, tolerates: tuple[float, float]) -> str:
+    """The word, by the factors of the learning rate that the training tolerates.
+
+    A rate is beyond a limit only if it is so by more than two standard errors.
+    """
+    low, high = tolerates
+    all_frozen = len(reading.frozen) == len(reading.tensors)
+    has_stopped = is_below(reading.last, reading.last_error, STALLED)
+    slow = "stalls" if has_stopped or all_frozen else "slower"
+    if is_below(reading.rate, reading.error, low):
+        return slow
+    if is_above(reading.rate, reading.error, high) or reading.fast(high):
+        return "faster"
+    if reading.frozen:
+        return "frozen tensors"
+    if is_below(reading.last, reading.last_error, low):
+        return slow
+    return AS_FLOAT32
+
+
+def explain(reading: Reading, verdict: str, tolerates: tuple[float, float], loses: str) -> str:
+    """The meaning of a reading, in words."""
+    text = f"learns as at {times(reading.rate, reading.error)} the learning rate"
+    change = math.log(max(reading.last, 1e-6) / max(reading.first, 1e-6))
+    if abs(change) > math.log(1.5):
+        text += f" ({reading.first:.2f} at first, {reading.last:.2f} at the end)"
+    parts = [text]
+    total = len(reading.tensors)
+    if frozen := reading.frozen:
+        verb = "is" if len(frozen) == 1 else "are"
+        some = f"{len(frozen)} of {total} tensors {verb} frozen: {listed(frozen)}"
+        parts.append("all tensors are frozen" if len(frozen) == total else some)
+    if verdict == "faster" and (fast := reading.fast(tolerates[1])):
+        fastest = max(reading.tensors[name][0] for name in fast)
+        parts.append(
+            f"{len(fast)} of {total} tensors learn up to {times(fastest)} as fast: {listed(fast)}"
+        )
+    if reading.noise > NOISY:
+        parts.append(f"its noise is {reading.noise:.1f} times the step")
+    if verdict != AS_FLOAT32 and reading.lost > 0.01:
+        parts.append(loses.format(share=f"{reading.lost:.0%}"))
+    return "; ".join(parts)
+
+
+def times(rate: float, error: float = 0.0) -> str:
+    """A factor in words, with its standard error if that is larger than 0.01."""
+    if rate >= 100:
+        text = f"{rate:,.0f}"
+    else:
+        text = f"{rate:.2f}" if rate >= 0.01 else f"{rate:.1g}"
+    if error > SHOWN_ERROR:
+        text += f" ± {error:.0f}" if error >= 10 else f" ± {error:.2f}"
+    return f"{text} times"
+
+
+def listed(names: list[str]) -> str:
+    """Names in a line. Of a long list, only the first few."""
+    more = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
+    return ", ".join([*names[:NAMED], *more])
+
+
 def without_nan(x):
     """`x` with None in place of NaN and infinity, which JSON does not have."""
     if isinstance(x, dict):
@@ -201,11 +255,9 @@ def remedy_for(text: str) -> str:
         return ", and use Adam"
     if place in SUMS:
         return ", and use Adam or SGD"
-    if place == "acting":
-        return ", and call the doctor's act"
     if place in OPERANDS:
         return ", and call the doctor's look with the loss of an Adam"
-    return ", or call the doctor's look or follow for it"
+    return ", or call the doctor's follow for it"
 
 
 def bits_in(finding: Finding) -> float:
@@ -219,12 +271,12 @@ def bits_in(finding: Finding) -> float:
 
 def with_cures(findings: list[Finding]) -> list[Finding]:
     """The findings of one optimizer, with the cures that are among them."""
-    cured = []
-    for finding in findings:
-        if not finding.is_fine and finding.verdict != NOT_JUDGED:
-            finding = finding._replace(cure=cure_of(finding, findings))
-        cured.append(finding)
-    return cured
+    return [
+        finding
+        if finding.is_fine or finding.verdict == NOT_JUDGED
+        else finding._replace(cure=cure_of(finding, findings))
+        for finding in findings
+    ]
 
 
 def cure_of(finding: Finding, findings: list[Finding]) -> str:

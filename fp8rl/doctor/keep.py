@@ -3,24 +3,45 @@
 import contextlib
 import functools
 import importlib
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from ..bits import adam
+from ..bits.catalogue import read_real_optimizer, split_real
 from ..bits.notation import OPERANDS, STATE, SUMS
 from ..bits.places import NO_NOISE, places_of
-from .hooks import Change, parameters_of, refuses, seeded_generator
-from .low_bit_gradients import Operands
-from .optimizer_copy import OptimizerCopy, RandomNumbers
-from .real_optimizers import read_real_optimizer, split_real
-from .report_file import NO_STEP
-from .run_script import Refusal, first_line
+from .copies import OptimizerCopy, RandomNumbers
+from .gradients import Operands
+from .output import NO_STEP, Refusal, first_line, say
+from .watcher import Hooks, parameters_of
 
 
-class Keep(Change):
+def refuses(method: Callable) -> Callable:
+    """A method of `Keep` that ends the script, instead of raising an error that the script may
+    take for its own. It does so in every later call, too."""
+
+    @functools.wraps(method)
+    def refusing(self, *arguments, **options):
+        if self.refusal:
+            self.refuse(self.refusal)
+        try:
+            return method(self, *arguments, **options)
+        except Refusal as error:
+            self.refuse(first_line(error))
+        except Exception as error:
+            name = type(self).__name__.lower()
+            self.refuse(f"{name} failed in a step ({type(error).__name__}: {first_line(error)})")
+
+    return refusing
+
+
+class Keep(Hooks):
     """Keeps places of a script's training in few bits.
 
     Weights are rounded before the first step and after every step. Adam's moments are rounded in
@@ -29,22 +50,43 @@ class Keep(Change):
     optimizer is first seen when it makes its first step, so the first sum is rounded once.
 
     A real optimizer trains in place of the script's own. It makes its steps on copies of the
-    parameters (optimizer_copy.py), and the script's parameters get the copies' numbers after every
+    parameters (copies.py), and the script's parameters get the copies' numbers after every
     step. The script's optimizer still steps, too, but what it does to the weights is overwritten.
+
+    A training that goes on as it is would pass for the changed one. So a script is ended if it
+    cannot be changed.
     """
 
     def __init__(self, formats: str):
         super().__init__()
+        self.refusal = ""  # why the script was ended
         emulated, real = split_real(formats)
         self.places = places_of(emulated, (*STATE, *SUMS, *OPERANDS))
         self.real = read_real_optimizer(real[0]) if real else None
         self.copies: list[OptimizerCopy | None] = []
         self.random_numbers: RandomNumbers | None = None
-        self.generator = seeded_generator()
+        # Random numbers of its own, so that the script draws what it always draws
+        self.generator = torch.Generator(device="cpu").manual_seed(0)
         self.moments_kept = False
         self.sums_kept = False  # whether a gradient was added to a sum after the first step
         operands = {name: self.places[name] for name in OPERANDS if name in self.places}
         self.operands = Operands(**operands) if operands else None
+
+    def refuse(self, why: str) -> NoReturn:
+        """Ends the script with exit code 2. Why is said at the end of the process.
+
+        It ends by SystemExit, so its files are closed. A script that catches even this, and trains
+        on, is ended at once when it comes here again. In a thread, SystemExit ends the thread, and
+        the exit code is 2 as well.
+        """
+        if self.refusal:
+            say(f"fp8rl.doctor: {self.refusal}")
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # it may be closed, or no stream at all
+                    stream.flush()
+            os._exit(2)
+        self.refusal = why
+        raise SystemExit(2)
 
     @refuses
     def begin(self, number: int) -> None:

@@ -1,37 +1,79 @@
-"""`python -m fp8rl.doctor watch`: watches a script that trains in float32, and judges formats."""
+"""The doctor: watches a training in float32, and says at which learning rate few bits would learn.
+
+Beside each optimizer stand shadows, which take the same step otherwise: with weights, moments or
+averages in few bits (rows.py), from gradients in few bits (gradients.py), or by a real optimizer
+(copies.py). How far a shadow's steps lead is compared with float32's (ruler.py). Training with few
+bits then does about what float32 does at `rate` times the learning rate (docs/law.md). Whether that
+matters depends on the training. If it learns equally well at four times its learning rate, a rate
+of 4 does no harm. So the doctor reports the rate, and a word for the factors of the learning rate
+that, by the user's word, the training tolerates (findings.py).
+
+A place and its format are written as in Config's field `formats` (places.py): "weights=bf16",
+"v=e4m3:unscaled", "root=e4m3:stochastic". Adam's step is taken from the moments after they are
+rounded, with the word `stored` or without it. A real optimizer is written as in
+"optimizer=torchao-8bit" or "model=bf16" (catalogue.py).
+"""
 
 import collections
 import contextlib
 import functools
-from collections.abc import Iterator
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
 
-from ..bits.notation import SAMPLE, STATE
-from ..bits.places import PlaceFormat
-from .doctor import FORMATS, Doctor
-from .findings import Report, without_nan
-from .found_averages import AverageSearch, FoundAverage
-from .gradient_sums import GRADIENT_SUMS, GradientSums
-from .hooks import Hooks, modules_of_process, parameters_of
-from .report_file import NO_STEP, report_as_json
-from .run_script import first_line
+from ..bits.catalogue import is_real, read_real_optimizer
+from ..bits.notation import (
+    OPERANDS,
+    PLACES,
+    SAMPLE,
+    STATE,
+    SUMS,
+    TOLERATES,
+    check_sample,
+    check_tolerance,
+    split_entry,
+)
+from ..bits.places import places_of
+from .copies import CopyShadow
+from .findings import NOT_JUDGED, Finding, Report, listed, with_cures, without_nan
+from .gradients import LookShadow, SumShadow
+from .output import NO_STEP, first_line, report_as_json
+from .rows import AVERAGES, LENGTH, AverageSearch, AverageShadow, RowShadow
+from .ruler import tensor_names
+from .watcher import Hooks, Watcher, innermost_optimizer, modules_of_process, parameters_of
 
-WATCHED = tuple(text for text in FORMATS if text.partition("=")[0] in STATE)
+FORMATS = (
+    "weights=bf16",
+    "weights=bf16:stochastic",
+    "weights=fp16",
+    "weights=e4m3",
+    "weights=e4m3:stochastic",
+    "m=bf16",
+    "m=e4m3",
+    "m=e4m3:unscaled",
+    "v=bf16",
+    "v=bf16:stochastic",
+    "v=fp16:unscaled",
+    "v=e5m2",
+    "v=e4m3",
+    "v=e4m3:unscaled",
+    "v=e4m3:stochastic",
+    "root=e4m3",
+    "root=e4m3:unscaled",
+    "root=e4m3:stochastic",
+    "forward=bf16",
+    "forward=e4m3",
+    "backward=bf16",
+    "backward=e5m2",
+    "backward=e4m3",
+)
 FEW = 2  # an optimizer with so many parameters may be one of many, as those of a step in backward
 MANY = 8  # so many of them are not judged, but refused in one line
 IN_BACKWARD = (
     "each optimizer has one or two parameters, as where a script steps within backward: join "
     "these parameters in one optimizer"
 )
-
-
-def parts_of(doctor: Doctor) -> list:
-    """What a doctor of one optimizer wants to be told of its steps."""
-    watched = doctor.watched[0]
-    return [watched, *doctor.copies.values()] if watched.is_in_proportion else []
 
 
 class CastProbe:
@@ -64,284 +106,439 @@ class CastProbe:
 
 
 class Patient:
-    """An optimizer that is watched.
+    """An optimizer of a script.
 
     `name`     its name in reports
-    `doctor`   the doctor that watches it; None if it is not judged
-    `search`   the search for running averages of its parameters; None if there is none
+    `watcher`  who reads it; None if it is not judged
     `reason`   why it is not judged
+    `steps`    how many steps it has made
     `is_gone`  whether the script dropped it before another optimizer began
     """
 
     def __init__(self, name: str):
         self.name = name
-        self.doctor: Doctor | None = None
-        self.search: AverageSearch | None = None
+        self.watcher: Watcher | None = None
         self.reason = ""
+        self.steps = 0
         self.is_gone = False
 
 
-class Watch(Hooks):
-    """Watches the training of a script.
+class Doctor(Hooks):
+    """Watches one or more optimizers from now on, and reports which formats would change training.
 
-    `formats`, `tolerates` and `sample` are those of Doctor. `patients` has who is watched for each
-    number of an optimizer. An error of a doctor must not stop the script.
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        >>> doctor = Doctor(optimizer, model=model)
+        >>> for _ in range(64):
+        ...     model(torch.ones(8, 4)).square().mean().backward()
+        ...     optimizer.step()
+        >>> doctor.report().require("weights=bf16:stochastic")
 
-    **Steps in backward.** A script that steps within the backward pass has an optimizer for each
-    parameter. Hundreds of reports would say less than one. So at least MANY optimizers of one
-    class, each with at most FEW parameters, that all make their first step before one of them makes
-    its second, are refused in one line.
+    `watched`    the optimizers to watch. A wrapper is seen through: what it has as `optimizer` or
+                 `base_optimizer` is watched. Without any, every optimizer of the process is watched
+                 within the context `installed`, and running averages are looked for. That is how a
+                 script is watched, and there an error of the doctor does not stop the training.
+    `formats`    the places and formats to judge, and real optimizers. Formats of operands are
+                 judged only if `look` is called. For an optimizer that is not Adam or AdamW, or
+                 that uses amsgrad, only weights are judged, and of SGD sums of gradients. An
+                 optimizer whose step is not in proportion to its learning rate, such as LBFGS, is
+                 not judged. A real optimizer needs the memory of the parameters and of its state.
+    `tolerates`  lowest and highest factor of the learning rate at which this training learns
+                 equally well; the default is half and four times
+    `length`     updates in a window
+    `sample`     how many numbers of each optimizer are followed at least: equally many of each
+                 tensor, and at least 64 of each. The more there are, the smaller are the standard
+                 errors of the rates. The doctor keeps 4 (length + 17) bytes for each of these
+                 numbers and each format.
+    `names`      names of the optimizers in reports
+    `model`      a module, or several, whose names of parameters are used in reports
 
-    **Other processes.** A process that the script starts has no hooks, or those of a fork, which
-    report nothing. So the report counts such processes, but for the workers of a DataLoader.
+    Parameters that join later, and those that are not float32, are named in a note.
 
-    **Sweeps.** A script may train one network after the other and drop each. When an optimizer
-    makes its first step, what was measured of optimizers that are gone is dropped, too.
+    A doctor keeps no optimizer, parameter or module alive. What the script has dropped is judged by
+    what was measured until then. In a script that drops one network after the other, what was
+    measured of optimizers that are gone is dropped, too, when another one begins.
 
-    **What is found.** Running averages of the parameters are looked for, and judged; and sums of
-    gradients, if a step has several. If the command names formats, only these are judged.
+    Raises ValueError for something that is no optimizer, for a format that `places_of` refuses, for
+    a format in blocks or given twice, if no parameter is float32, and for an option that makes no
+    sense.
     """
 
     def __init__(
-        self, formats: tuple[str, ...], tolerates: tuple[float, float], sample: int = SAMPLE
+        self,
+        *watched: torch.optim.Optimizer,
+        formats: Iterable[str] = (),
+        tolerates: tuple[float, float] = TOLERATES,
+        length: int = LENGTH,
+        sample: int = SAMPLE,
+        seed: int = 0,
+        names: Iterable[str] = (),
+        model: nn.Module | Iterable[nn.Module] = (),
     ):
         super().__init__()
-        self.formats = formats or WATCHED
-        self.judges_what_is_found = not formats
-        self.tolerates = tolerates
-        self.sample = sample
+        self.formats = tuple(formats)
+        self.searches_averages = not (self.formats or watched)
+        default = FORMATS if watched else [t for t in FORMATS if split_entry(t)[0] in STATE]
+        self.formats = self.formats or tuple(default)
+        if len(self.formats) != len({*self.formats}):
+            raise ValueError(
+                f"formats is {' '.join(self.formats)!r}: give each place and format once, "
+                "as a string of its own"
+            )
+        if type(length) is not int or length < 1:
+            raise ValueError(f"length is {length!r}: use a whole number of updates, at least 1")
+        self.length = length
+        self.sample = check_sample(sample)
+        self.tolerates = check_tolerance(tolerates)
+        self.seed = seed
+        self.real = [read_real_optimizer(text) for text in self.formats if is_real(text)]
+        for text in self.formats:
+            if not is_real(text):
+                check_format(text, (*STATE, *SUMS, *OPERANDS))
+        self.modules = [model] if isinstance(model, nn.Module) else [*model]
+        self.averages: list[AverageShadow] = []
         self.patients: list[Patient] = []
-        self.steps: list[int] = []
         self.small: dict[type, list[int]] = {}  # small optimizers in their first step, by class
         self.casts = CastProbe()
         self.has_old_casts = False
-        self.processes: list[str] = []  # names of processes that the script has started
+        self.hooks: list = []
+        innermost = [innermost_optimizer(optimizer) for optimizer in watched]
+        names = [*names] or [f"optimizer {i}" for i in range(len(watched))]
+        for name, optimizer in zip(names, innermost, strict=True):
+            patient = Patient(name)
+            patient.watcher = self.watch(optimizer, name, self.modules, self.call)
+            self.patients.append(patient)
+            self.optimizers.append(optimizer)
+            watcher = patient.watcher
+            # A step under torch.compile leaves the hooks out of its graph. Compiling them would
+            # take far longer than calling them.
+            before = torch.compiler.disable(lambda *_, watcher=watcher: watcher.before_step())
+            after = torch.compiler.disable(lambda *_, watcher=watcher: watcher.after_step())
+            self.hooks.append(optimizer.register_step_pre_hook(before))
+            self.hooks.append(optimizer.register_step_post_hook(after))
+        self.modules = []  # which are not kept alive
+
+    def watch(self, optimizer, name: str, modules: list[nn.Module], call: Callable) -> Watcher:
+        """A watcher of an optimizer, with the shadows of the formats. `call` calls hooks."""
+        watcher = Watcher(optimizer, name, modules, self.sample, self.seed)
+        if not watcher.is_in_proportion:
+            return watcher
+
+        def texts_of(places: tuple[str, ...]) -> list[str]:
+            return [text for text in self.formats if split_entry(text)[0] in places]
+
+        watcher.shadows = [
+            LookShadow(watcher, texts_of(OPERANDS)),
+            RowShadow(watcher, texts_of(STATE), self.length, self.seed),
+        ]
+        if sums := texts_of(SUMS):
+            shadow = SumShadow(watcher, sums, self.length, self.seed)
+            watcher.shadows.append(shadow)
+            self.hooks += shadow.install(call)
+        if self.real:
+            watcher.shadows.append(CopyShadow(watcher, self.real, self.length))
+        if self.searches_averages:
+            watcher.shadows.append(AverageSearch(watcher, self.trained, self.length))
+        return watcher
+
+    @staticmethod
+    def call(function: Callable, *arguments) -> None:
+        function(*arguments)
+
+    def trained(self) -> set[int]:
+        """The identities of all parameters that optimizers of the process train."""
+        optimizers = [self.optimizers[n] for n in range(len(self.optimizers))]
+        present = [optimizer for optimizer in optimizers if optimizer is not None]
+        return {id(p) for optimizer in present for p in parameters_of(optimizer)}
+
+    # In a loop
+
+    def look(self, loss: Callable[[], torch.Tensor], optimizer: str | None = None) -> None:
+        """Judges formats whose effect only the loss can show, those of operands.
+
+        Call it before every update, where the update's loss is computed.
+
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+            >>> doctor, x = Doctor(optimizer), torch.randn(8, 4)
+            >>> for _ in range(80):
+            ...     doctor.look(lambda: model(x).square().mean())
+            ...     optimizer.zero_grad()
+            ...     model(x).square().mean().backward()
+            ...     optimizer.step()
+            >>> doctor.report().require("forward=bf16", "backward=e5m2")
+
+        `loss`       a function that returns the update's loss, a scalar with gradient. It must not
+                     change anything (batch normalization in training would count its batch again).
+        `optimizer`  name of the optimizer that steps on this loss, if the doctor has several
+
+        The doctor looks at 8 updates in a row, from update 32, 64, 128, ... on. Otherwise `look`
+        returns at once. The gradient of the loss must be the training's, up to a factor such as a
+        scaled loss or a clipped norm. Otherwise the optimizer's step raises ValueError.
+        """
+        chosen = [patient for patient in self.patients if optimizer in (None, patient.name)]
+        if len(chosen) != 1:
+            names = ", ".join(patient.name for patient in self.patients)
+            raise ValueError(f"optimizer is {optimizer!r}: choose from {names}")
+        if self.hooks:
+            for shadow in chosen[0].watcher.shadows:
+                if isinstance(shadow, LookShadow):
+                    shadow.look(loss)
+
+    def follow(
+        self,
+        name: str,
+        tensors: Iterable[torch.Tensor],
+        rate: float | Callable[[], float],
+        formats: Iterable[str] = AVERAGES,
+    ) -> None:
+        """Judges a running average x <- (1 - rate) x + rate new, such as a target network.
+
+        `name`     name of the average in reports, which must not be a place
+        `tensors`  its tensors, float32, which other code updates
+        `rate`     a number above 0 and up to 1, or a function without arguments that returns it
+
+        The doctor reads the average before each step of the first optimizer. Between two steps, it
+        may be updated once. Raises ValueError for other tensors, rates and names.
+        """
+        tensors = [x for x in tensors if x.numel()]
+        types = {str(x.dtype) for x in tensors}
+        if types != {"torch.float32"}:
+            found = ", ".join(sorted(types)) or "none"
+            raise ValueError(f"tensors of {name} are {found}: give float32")
+        if not callable(rate) and not (isinstance(rate, float | int) and 0 < rate <= 1):
+            raise ValueError(
+                f"rate is {rate!r}: give a number above 0 and up to 1, "
+                "or a function without arguments that returns it"
+            )
+        places = (*PLACES, *SUMS)
+        if name in places or "=" in name:
+            raise ValueError(
+                f"name is {name!r}: choose a name without = that is none of {', '.join(places)}"
+            )
+        for form in formats:
+            check_format(f"weights={form}", STATE)
+        texts = [f"{name}={form}" for form in formats]
+        watcher = self.patients[0].watcher
+        modules = [module for reference in watcher.modules if (module := reference()) is not None]
+        names = tensor_names(tensors, modules)
+        average = AverageShadow("average", tensors, names, rate, texts, self.length, self.sample)
+        watcher.shadows.append(average)
+
+    def stop(self) -> None:
+        """Stops watching. The report stays."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+
+    # In a script
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        with super().installed(), noting_processes(self.processes):
+        """A context in which every optimizer of the process is watched."""
+        with super().installed():
             yield
+        self.stop()
 
     def begin(self, number: int) -> None:
-        self.drop_those_gone()
         optimizer = self.optimizers[number]
-        self.steps.append(0)
+        for earlier, patient in enumerate(self.patients):
+            if not patient.is_gone and self.optimizers[earlier] is None:
+                patient.is_gone = True
+                patient.watcher = None
         patient = Patient(self.name_of(number))
         self.patients.append(patient)
         if len(parameters_of(optimizer)) <= FEW:
             self.refuse_if_many(number, type(optimizer))
-        if not patient.reason:
-            self.watch(patient, optimizer)
-
-    def drop_those_gone(self) -> None:
-        """Drops what was measured of optimizers that the script has dropped."""
-        for number, patient in enumerate(self.patients):
-            if not patient.is_gone and self.optimizers[number] is None:
-                patient.is_gone = True
-                patient.doctor = None
-                patient.search = None
+        if {type(p).__name__ for p in parameters_of(optimizer)} & {"DTensor"}:
+            patient.reason = "its parameters are sharded (DTensor)"
+        if patient.reason:
+            return
+        call = functools.partial(self.guarded, patient)
+        try:
+            patient.watcher = self.watch(optimizer, patient.name, modules_of_process(), call)
+        except (ValueError, RuntimeError, TypeError) as error:
+            patient.reason = first_line(error)
 
     def refuse_if_many(self, number: int, kind: type) -> None:
-        """Refuses the small optimizers of a class in their first step, if they are many."""
+        """Refuses the small optimizers of a class in their first step, if they are many.
+
+        A script that steps within the backward pass has an optimizer for each parameter. Hundreds
+        of reports would say less than one.
+        """
         alike = [
             n
             for n in self.small.get(kind, [])
-            if self.steps[n] == 1 and self.optimizers[n] is not None
+            if self.patients[n].steps == 1 and self.optimizers[n] is not None
         ]
         self.small[kind] = alike = [*alike, number]
         if len(alike) >= MANY:
             for n in alike:
-                self.patients[n].doctor = None
-                self.patients[n].search = None
+                self.patients[n].watcher = None
                 self.patients[n].reason = IN_BACKWARD
 
-    def watch(self, patient: Patient, optimizer: torch.optim.Optimizer) -> None:
-        """Gives a patient its doctor, or the reason why it cannot be judged."""
-        kinds = {type(p).__name__ for p in parameters_of(optimizer)}
-        if "DTensor" in kinds:
-            patient.reason = "its parameters are sharded (DTensor)"
-            return
-        try:
-            doctor = Doctor(
-                optimizer,
-                formats=self.formats,
-                tolerates=self.tolerates,
-                sample=self.sample,
-                names=[patient.name],
-                model=modules_of_process(),
-            )
-        except (ValueError, RuntimeError, TypeError) as error:
-            patient.reason = first_line(error)
-            return
-        # The doctor's hooks are called by this class, which catches their errors.
-        doctor.stop()
-        patient.doctor = doctor
-        watched = doctor.watched[0]
-        if self.judges_what_is_found:
-            entries = [(text, PlaceFormat.of(text.partition("=")[2])) for text in GRADIENT_SUMS]
-            watched.sums = GradientSums(watched, type(optimizer), entries, samples=True)
-            patient.search = AverageSearch(watched, self.optimizers)
-        if watched.sums is not None:
-            watched.sums.install(functools.partial(self.guarded, patient))
-
-    def guarded(self, patient: Patient, function, *arguments) -> None:
-        """Calls a hook of a doctor. A doctor that fails no longer watches, and is noted."""
-        if patient.doctor is None:
+    def guarded(self, patient: Patient, function: Callable, *arguments) -> None:
+        """Calls a hook. A watcher that fails no longer watches, and is noted."""
+        if patient.watcher is None:
             return
         try:
             function(*arguments)
         except Exception as error:
-            patient.doctor = None
-            steps = self.steps[self.patients.index(patient)]
+            patient.watcher = None
             patient.reason = (
-                f"the doctor failed after {steps} steps "
+                f"the doctor failed after {patient.steps} steps "
                 f"({type(error).__name__}: {first_line(error)})"
             )
 
     def before(self, number: int) -> None:
         patient = self.patients[number]
-        if patient.search is not None:
-            self.search_averages(patient)
-        if patient.doctor is not None:
-            for part in parts_of(patient.doctor):
-                self.guarded(patient, part.before_step, self.optimizers[number], (), {})
-
-    def search_averages(self, patient: Patient) -> None:
-        """Looks for running averages before a step. A search that fails ends, and is noted."""
-        try:
-            patient.search.before_step()
-        except Exception as error:
-            patient.search = None
-            self.notes.append(
-                f"{patient.name}: running averages are not judged: the search failed "
-                f"({type(error).__name__}: {first_line(error)})"
-            )
+        if patient.watcher is not None:
+            self.guarded(patient, patient.watcher.before_step)
 
     def after(self, number: int) -> None:
-        self.steps[number] += 1
-        self.has_old_casts = self.has_old_casts or self.casts.finds_old_cast()
         patient = self.patients[number]
-        if patient.doctor is not None:
-            for part in parts_of(patient.doctor):
-                self.guarded(patient, part.after_step, self.optimizers[number], (), {})
+        patient.steps += 1
+        self.has_old_casts = self.has_old_casts or self.casts.finds_old_cast()
+        if patient.watcher is not None:
+            self.guarded(patient, patient.watcher.after_step)
+
+    # The report
 
     def report(self) -> Report:
-        """The findings of the optimizers that the script had to the end, notes on the others."""
+        """The findings so far, of the optimizers that the script had to the end, and notes."""
         report = Report()
         refused = [patient.name for patient in self.patients if patient.reason == IN_BACKWARD]
         if refused:
-            listed = f"{refused[0]} and {len(refused) - 1} more"
-            report.notes.append(f"{listed}: not judged: {IN_BACKWARD}")
+            both = f"{refused[0]} and {len(refused) - 1} more"
+            report.notes.append(f"{both}: not judged: {IN_BACKWARD}")
+        averages = []
         for patient in self.patients:
-            if patient.is_gone or patient.reason == IN_BACKWARD:
-                continue
-            if patient.doctor is not None:
-                report_of_one = patient.doctor.report()
-                report += report_of_one
-                report.notes += report_of_one.notes
-                if patient.search is not None and patient.search.is_schedule_free:
-                    report.notes.append(
-                        f"{patient.name}: the weights for evaluation are an average that is not "
-                        "stored, and are not judged: judged are the weights that it trains with"
-                    )
-            else:
+            watcher = patient.watcher
+            if watcher is not None:
+                report += self.findings_of(watcher)
+                report.notes += notes_on(watcher)
+                averages += averages_of(watcher)
+            elif not patient.is_gone and patient.reason != IN_BACKWARD:
                 report.notes.append(f"{patient.name}: not judged: {patient.reason}")
-        for name, (_, average) in self.found_averages().items():
-            report += average.findings(name, self.tolerates)
-        report.notes += self.notes
-        gone = [n for n, patient in enumerate(self.patients) if patient.is_gone]
+        number_namesakes(averages)
+        for average in averages:
+            report += average.findings(self.tolerates)
+        gone = [patient.name for patient in self.patients if patient.is_gone]
         if gone:
-            report.notes.append(self.note_on(gone))
+            report.notes.append(note_on(gone))
         if self.has_old_casts:
             report.notes.append(
                 "the script steps within one autocast region, which computes with casts of the "
                 "weights from before the steps: open a region for each forward pass"
             )
-        if not len(self.optimizers):
+        if not self.patients:
             report.notes.append(f"{NO_STEP}: there is nothing to judge")
-        if count := len(self.processes):
-            started = "another process" if count == 1 else f"{count} other processes"
-            report.notes.append(
-                f"the script started {started}: steps of optimizers there are not in this report"
-            )
         return report
 
-    def found_averages(self) -> dict[str, tuple[Patient, FoundAverage]]:
-        """The running averages that were found, by their names in reports."""
-        averages: dict[str, tuple[Patient, FoundAverage]] = {}
-        for patient in self.patients:
-            for average in patient.search.found if patient.search is not None else ():
-                average.replay()
-                name = str(average)
-                alike = sum(other.partition(" [")[0] == name for other in averages)
-                averages[f"{name} [{alike + 1}]" if alike else name] = patient, average
-        return averages
-
-    def note_on(self, gone: list[int]) -> str:
-        """A line on optimizers that the script dropped before another one began."""
-        kinds = collections.Counter(
-            self.name_of(n).partition(" (")[2].removesuffix(")") for n in gone
-        )
-        listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        if len(kinds) == 1:
-            listed = next(iter(kinds))
-        noun = "optimizer" if len(gone) == 1 else "optimizers"
-        return (
-            f"{len(gone)} {noun} ({listed}) of which nothing is left: not judged: "
-            "the script had dropped them when a later optimizer began"
-        )
+    def findings_of(self, watcher: Watcher) -> list[Finding]:
+        """The findings of an optimizer, in the order of the formats, with cures."""
+        findings = {
+            finding.text: finding
+            for shadow in watcher.shadows
+            if not isinstance(shadow, AverageSearch | AverageShadow)
+            for finding in shadow.findings(self.tolerates)
+        }
+        in_order = [findings[text] for text in self.formats if text in findings]
+        if trouble := watcher.trouble():
+            return [finding._replace(verdict=NOT_JUDGED, why=trouble) for finding in in_order]
+        return with_cures(in_order)
 
     def to_json(self, report: Report) -> str:
-        """The report as JSON, with everything that `twin` needs.
+        """The report as JSON.
 
         Each optimizer has an entry. An optimizer that is gone has no findings. Running averages
         that were found have entries of their own, with tau at first and at the end.
         """
         optimizers = []
-        for number, patient in enumerate(self.patients):
-            watched = patient.doctor.watched[0] if patient.doctor else None
-            names = [part.name for part in watched.parts] if watched else [patient.name]
-            findings = [finding for finding in report if finding.optimizer in names]
+        averages = []
+        for patient in self.patients:
+            watcher = patient.watcher
             optimizers.append(
                 {
                     "name": patient.name,
-                    "steps": self.steps[number],
-                    "tensors": watched.tensor_names if watched else [],
-                    # A twin needs all tensors
-                    "shapes": watched.shapes if watched and watched.follows_all else [],
-                    "findings": [without_nan(finding._asdict()) for finding in findings],
+                    "steps": patient.steps,
+                    "tensors": watcher.tensor_names if watcher else [],
+                    "findings": findings_as_json(report, patient.name),
                 }
             )
-        averages = []
-        for name, (patient, average) in self.found_averages().items():
-            findings = [finding for finding in report if finding.optimizer == name]
-            averages.append(
-                {
-                    "name": name,
-                    "optimizer": patient.name,
-                    "tau": average.shares,
-                    "moves": average.moves,
-                    "tensors": average.average.tensor_names,
-                    "findings": [without_nan(finding._asdict()) for finding in findings],
-                }
-            )
+            for average in averages_of(watcher) if watcher else ():
+                averages.append(
+                    {
+                        "name": str(average),
+                        "optimizer": patient.name,
+                        "tau": average.rates[:: max(len(average.rates) - 1, 1)],
+                        "findings": findings_as_json(report, str(average)),
+                    }
+                )
         return report_as_json(optimizers, report.notes, averages)
 
 
-@contextlib.contextmanager
-def noting_processes(names: list[str]) -> Iterator[None]:
-    """A context in which the names of processes are noted that multiprocessing starts, as
-    torch.multiprocessing does, but for the workers of a DataLoader."""
-    start = BaseProcess.start
+def check_format(text: str, names: tuple[str, ...]) -> None:
+    """Raises the errors of `places_of`, and ValueError unless a text has one place and format."""
+    if len(places_of(text, names)) != 1:
+        raise ValueError(
+            f"formats has {text!r}: give each place and format once, as a string of its own"
+        )
 
-    def start_and_note(process: BaseProcess) -> None:
-        target = getattr(process, "_target", None)  # which `start` deletes
-        start(process)
-        if getattr(target, "__module__", "") != "torch.utils.data._utils.worker":
-            names.append(process.name)
 
-    BaseProcess.start = start_and_note
-    try:
-        yield
-    finally:
-        BaseProcess.start = start
+def averages_of(watcher: Watcher) -> list[AverageShadow]:
+    """The running averages beside an optimizer, named or found."""
+    averages = []
+    for shadow in watcher.shadows:
+        if isinstance(shadow, AverageShadow):
+            averages.append(shadow)
+        if isinstance(shadow, AverageSearch):
+            averages += shadow.found
+    return averages
+
+
+def number_namesakes(averages: list[AverageShadow]) -> None:
+    """Gives averages that have the same name a number."""
+    counts: collections.Counter[str] = collections.Counter()
+    for average in averages:
+        if "average of" in average.name and "[" not in average.name:
+            counts[average.name] += 1
+            if counts[average.name] > 1:
+                average.name += f" [{counts[average.name]}]"
+
+
+def findings_as_json(report: Report, name: str) -> list[dict]:
+    return [without_nan(finding._asdict()) for finding in report if finding.optimizer == name]
+
+
+def note_on(gone: list[str]) -> str:
+    """A line on optimizers that the script dropped before another one began, by their names."""
+    kinds = collections.Counter(name.partition(" (")[2].removesuffix(")") for name in gone)
+    by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    if len(kinds) == 1:
+        by_kind = next(iter(kinds))
+    noun = "optimizer" if len(gone) == 1 else "optimizers"
+    return (
+        f"{len(gone)} {noun} ({by_kind}) of which nothing is left: not judged: "
+        "the script had dropped them when a later optimizer began"
+    )
+
+
+def notes_on(watcher: Watcher) -> list[str]:
+    """Lines on what is not judged of an optimizer."""
+    notes = []
+    if not watcher.is_in_proportion:
+        return [f"{watcher.name}: not judged: {watcher.trouble()}"]
+    if watcher.not_float32:
+        notes.append(f"not judged, because not float32: {listed(watcher.not_float32)}")
+    if watcher.joined:
+        notes.append(f"not followed: {listed([*watcher.joined.values()])}")
+    if not watcher.is_adam:
+        notes.append(
+            "only its weights are judged: moments are followed of Adam and AdamW without amsgrad"
+        )
+    return [f"{watcher.name}: {note}" for note in notes]
+
+
+def Watch(formats, tolerates, sample=SAMPLE):
+    return Doctor(formats=formats, tolerates=tolerates, sample=sample)

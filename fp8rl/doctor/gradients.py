@@ -1,0 +1,493 @@
+"""Shadows with other gradients: the same step, from gradients in few bits.
+
+    forward    inputs and weights of matmuls and convolutions are rounded
+    backward   the gradients of their results are rounded
+    grad       the sum of gradients over micro-batches: s' <- round(s' + g)
+
+The effect of the first two can only the loss show (`LookShadow`). In windows of 8 updates, the
+gradient of the loss is computed once more for each format, at float32's weights, and Adam takes its
+first 8 steps with each of these gradients.
+
+A script that accumulates calls backward several times before a step, and each call adds a gradient
+to the sum (`SumShadow`). Once the sum is large, most of a gradient is lost in few bits. Each
+gradient is read when it is added, and s' is followed beside float32's sum s. Adam divides a
+gradient by its own size: if the whole sum is too small by the same factor, its steps hardly change.
+For SGD they change in proportion. Other code may change the sum: it is set to 0, unscaled, clipped,
+or replaced by the mean over several processes. If s has become c s + rest, by least squares, s'
+becomes c s' + rest.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..bits import adam
+from ..bits.notation import split_entry
+from ..bits.places import PlaceFormat
+from .findings import NOT_JUDGED, Finding, judge
+from .rows import FormatRows
+from .ruler import Ruler
+from .watcher import GroupSettings, Update, Watcher, dense
+
+# torch's functions that multiply two operands, and the index of the first operand in their
+# arguments.
+PRODUCTS = dict.fromkeys(
+    (
+        F.linear,
+        F.conv1d,
+        F.conv2d,
+        F.conv3d,
+        F.conv_transpose1d,
+        F.conv_transpose2d,
+        F.conv_transpose3d,
+        torch.matmul,
+        torch.mm,
+        torch.bmm,
+        torch.mv,
+        torch.linalg.matmul,
+        torch.Tensor.matmul,
+        torch.Tensor.__matmul__,
+        torch.Tensor.mm,
+        torch.Tensor.bmm,
+        torch.Tensor.mv,
+    ),
+    0,
+)
+PRODUCTS |= dict.fromkeys(
+    (torch.addmm, torch.baddbmm, torch.Tensor.addmm, torch.Tensor.baddbmm, torch.einsum), 1
+)
+LOOK_FIRST = 32  # windows of looks begin at update 32, 64, 128, ...
+LOOK_LENGTH = 8  # updates in such a window
+# How much the gradient of a look may differ from the training's, relative to its largest number
+SAME_GRADIENT = 1e-2
+RECORDED = 32  # so many gradients of a sum are replayed at once
+
+
+class Through(torch.autograd.Function):
+    """Rounds a tensor in the forward pass, and its gradient in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, form: PlaceFormat | None, gradient_form: PlaceFormat | None):
+        ctx.gradient_form = gradient_form
+        return Through.rounded(x, form)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Through.rounded(grad, ctx.gradient_form), None, None
+
+    @staticmethod
+    def rounded(x: torch.Tensor, form: PlaceFormat | None) -> torch.Tensor:
+        """A tensor rounded with one scale for all its numbers; unchanged if there is no format, or
+        if its numbers are not real."""
+        if form is None or not x.is_floating_point():
+            return x.view_as(x)
+        return form(x.reshape(1, -1).float()).reshape(x.shape).to(x.dtype)
+
+
+class Operands(TorchFunctionMode):
+    """A context in which matmuls and convolutions round their two operands, and the gradients of
+    their results.
+
+    `forward`   format of the operands, or None
+    `backward`  format of the gradients, or None
+
+    Recurrent layers, and attention with its projections, are not rounded, because torch computes
+    them in functions of their own.
+    """
+
+    def __init__(self, forward: PlaceFormat | None = None, backward: PlaceFormat | None = None):
+        super().__init__()
+        self.forward_form = forward
+        self.backward_form = backward
+        self.seen = 0  # number of products that were rounded
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        first = PRODUCTS.get(func, len(args))
+        if len(args) < first + 2:
+            return func(*args, **kwargs)
+        self.seen += 1
+        operands = [Through.apply(x, self.forward_form, None) for x in args[first : first + 2]]
+        product = func(*args[:first], *operands, *args[first + 2 :], **kwargs)
+        return Through.apply(product, None, self.backward_form)
+
+    def within(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The result of a function whose products are rounded. Raises ValueError if it has none."""
+        with self:
+            result = function()
+        if not self.seen:
+            raise ValueError(
+                "loss or policy has no matmul that can be rounded: leave out forward, "
+                "backward and acting"
+            )
+        return result
+
+
+def with_same_random_numbers(device: torch.device, function: Callable):
+    """The result of a function, called so that torch's random generators stay as they are.
+
+    `device` is that of the parameters.
+
+    So functions that are called one after the other draw the same random numbers.
+    """
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        return function()
+
+
+class GradientShadow:
+    """The steps of an optimizer with other gradients: of Adam without amsgrad, or of SGD.
+
+    Arrays [1 + C, T, P] have the training's own gradients in their first row, and those of C other
+    gradients after it.
+
+    `watcher`  the optimizer
+    `texts`    what the other gradients are, as in "forward=e4m3"
+    `length`   updates in a window
+    """
+
+    def __init__(self, watcher: Watcher, texts: list[str], length: int):
+        self.watcher = watcher
+        self.length = length
+        self.ruler = Ruler(watcher.sample, texts, watcher.tensor_names)
+        self.count = 0  # updates in this window so far
+
+    def begin_at(self, moments: list[np.ndarray], steps: float) -> None:
+        """Begins with moments [T, P]: m and v of Adam, or the momentum of SGD."""
+        rows = (1 + len(self.ruler.texts), 1, 1)
+        self.moments = [np.tile(x, rows) for x in moments]
+        self.steps = steps
+
+    def take_step(
+        self, gradients: np.ndarray, weight: np.ndarray, live: np.ndarray, settings: GroupSettings
+    ) -> None:
+        """Takes a step with each of the gradients [1 + C, T, P], and ends the window if it is full.
+
+        `weight`    float32's weights before the step, [T, P]
+        `live`      whether a tensor has a gradient, bool [T, 1]
+        `settings`  arrays [T, 1]
+        """
+        step = self.step_of_adam if self.watcher.is_adam else self.step_of_sgd
+        moved = np.where(live, step(settings, gradients, weight, live), 0)
+        self.moved = moved if self.count == 0 else self.moved + moved
+        self.count += 1
+        if self.count == self.length:
+            lost = (gradients[1:] == 0) & (gradients[0] != 0)
+            self.ruler.add(self.moved[1:], self.moved[0], lost)
+            self.count = 0
+
+    def step_of_adam(self, settings: GroupSettings, gradients, weight, live) -> np.ndarray:
+        """Adam's steps, without their sign, [1 + C, T, P]."""
+        g = adam.with_coupled_decay(settings.sign * gradients, weight, settings.decay_of_gradient)
+        m, v = self.moments
+        m = np.where(live, adam.first_moment(m, g, settings.beta1), m)
+        v = np.where(live, adam.second_moment(v, g, settings.beta2), v)
+        self.moments = [m, v]
+        self.steps += 1
+        count = np.float32(self.steps)
+        corrections = adam.bias_corrections(count, settings.beta1, settings.beta2)
+        return adam.step(m, np.sqrt(v), settings.learning_rate, *corrections, settings.eps)
+
+    def step_of_sgd(self, settings: GroupSettings, gradients, weight, live) -> np.ndarray:
+        """The steps of SGD with momentum, without their sign, [1 + C, T, P]."""
+        g = settings.sign * gradients + settings.decay_of_gradient * weight
+        (buffer,) = self.moments
+        updated = settings.momentum * buffer + (1 - settings.dampening) * g
+        updated = np.where(self.has_buffer, updated, g)  # as torch begins
+        self.moments = [np.where(live, updated, buffer)]
+        self.has_buffer |= live
+        look_ahead = g + settings.momentum * updated
+        with_momentum = np.where(settings.nesterov > 0, look_ahead, updated)
+        return settings.learning_rate * np.where(settings.momentum > 0, with_momentum, g)
+
+    def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
+        loses = "{share} of the gradients become 0"
+        return [
+            judge(self.watcher.name, text, reading, tolerates, loses)
+            for text, reading in self.ruler.readings().items()
+        ]
+
+
+class LookShadow(GradientShadow):
+    """An Adam whose gradients are computed in few bits, in windows of 8 updates.
+
+    The moments begin at 0 in each window, because Adam's own moments would carry on the training's
+    direction.
+    """
+
+    def __init__(self, watcher: Watcher, texts: list[str]):
+        super().__init__(watcher, texts, LOOK_LENGTH)
+        forms = {text: PlaceFormat.of(split_entry(text)[1]) for text in texts}
+        self.modes = [Operands(**{split_entry(text)[0]: forms[text]}) for text in texts]
+        self.next = LOOK_FIRST  # the update at which the next window begins
+        self.looked: list[tuple[np.ndarray, float]] | None = None
+
+    def look(self, loss: Callable[[], torch.Tensor]) -> None:
+        """Computes the gradients of the training's loss at the present weights."""
+        if self.watcher.is_adam and self.modes and self.watcher.updates >= self.next:
+            losses = [loss, *(functools.partial(mode.within, loss) for mode in self.modes)]
+            self.looked = [self.gradient(loss) for loss in losses]
+
+    def gradient(self, loss: Callable[[], torch.Tensor]) -> tuple[np.ndarray, float]:
+        """The sample of a loss's gradient, and the norm of the whole gradient."""
+        parameters = self.watcher.parameters
+        learning = [p for p in parameters if p.requires_grad]
+        with torch.enable_grad():
+            gradients = with_same_random_numbers(
+                self.watcher.device,
+                lambda: torch.autograd.grad(loss(), learning, allow_unused=True),
+            )
+        by_parameter = {id(p): g for p, g in zip(learning, gradients, strict=True)}
+        whole = dense(parameters, [by_parameter.get(id(p)) for p in parameters])
+        norm = float(torch.stack([g.norm() for g in whole]).norm())
+        return self.watcher.sample.take(whole), norm
+
+    def before(self) -> None:
+        pass
+
+    def after(self, update: Update) -> None:
+        """Takes Adam's steps for an update before which `look` has computed gradients.
+
+        Raises ValueError if the gradient of the loss is not the training's, up to a factor.
+        """
+        looked, self.looked = self.looked, None
+        g = update.gradient.cpu().numpy() if looked is not None else None
+        # A window needs gradients before each of its updates. Otherwise it is given up.
+        if g is None or not np.isfinite(g).all():
+            self.count = 0
+            return
+        if self.count == 0:
+            nothing = np.zeros_like(g)
+            self.begin_at([nothing, nothing], 0)
+        gradients = np.stack([g, *as_the_training_scales(g, looked)])
+        settings = GroupSettings(*(x[0] for x in self.watcher.by_tensor([update.settings])))
+        self.take_step(gradients, update.weight.cpu().numpy(), np.array(True), settings)
+        if self.count == 0:
+            self.next *= 2
+
+
+def as_the_training_scales(
+    g: np.ndarray, looked: list[tuple[np.ndarray, float]]
+) -> list[np.ndarray]:
+    """The gradients of other losses, scaled or clipped as the training does with its gradient `g`.
+
+    `looked` has the gradient of the training's loss, then of the others, each with its norm.
+    """
+    (exact, norm), *others = looked
+    square = max((exact * exact).sum(dtype=np.float64), 1e-38)
+    factor = float((g * exact).sum(dtype=np.float64) / square)
+    if np.abs(g - factor * exact).max() > SAME_GRADIENT * np.abs(g).max():
+        raise ValueError(
+            "loss has another gradient than the training: "
+            "let it return the loss of the update that follows"
+        )
+    if factor >= 1:
+        return [factor * x for x, _ in others]
+    # A factor below 1 is taken for a clipped norm, so the others are clipped to this norm, too.
+    max_norm = factor * norm
+    return [x * min(1, max_norm / max(size, math.ulp(0))) for x, size in others]
+
+
+class Contribution(NamedTuple):
+    """Gradients that were added to the sums of some tensors, at most one to each.
+
+    All are by the number of the tensor. `before` and `after` are samples [P] of the sums. A sum
+    that had not begun is None. `largest` has the largest magnitude of each whole sum, if a format
+    has a scale.
+    """
+
+    before: dict[int, torch.Tensor | None]
+    after: dict[int, torch.Tensor]
+    largest: dict[int, torch.Tensor]
+
+
+class SumShadow(GradientShadow):
+    """Sums of gradients in few bits, and the steps that they lead to.
+
+    A script that accumulates small batches takes up to half as long again.
+    """
+
+    def __init__(self, watcher: Watcher, texts: list[str], length: int, seed: int):
+        forms = {text: PlaceFormat.of(split_entry(text)[1]) for text in texts}
+        texts = sorted(texts, key=lambda text: forms[text].stochastic)
+        super().__init__(watcher, texts, length)
+        self.has_scale = any(form.scaled for form in forms.values())
+        self.trouble = ""
+        if not (watcher.is_adam or watcher.is_sgd):
+            self.trouble = "sums of gradients are followed of SGD, and of Adam without amsgrad"
+        self.rows = FormatRows([forms[text] for text in texts], seed)
+        tensors = len(watcher.references)
+        shape = (len(texts), tensors, watcher.sample.numbers_per_tensor)
+        self.sum = np.zeros(shape[1:], np.float32)  # float32's, when it was read last
+        self.kept = np.zeros(shape, np.float32)
+        self.largest = np.zeros((tensors, 1), np.float32)
+        self.added = np.zeros(tensors, int)  # gradients in the present sum
+        self.has_new = np.zeros(tensors, bool)  # whether one was added since the last step
+        self.records: list[Contribution | Update] = []
+        self.pending: dict[int, torch.Tensor | None] = {}  # sums to which a gradient comes next
+        self.has_begun = False
+        self.state: np.ndarray | None = None  # Adam's moments after the last step
+        self.contributions: list[float] = []  # in each step
+        self.shares: list[np.ndarray] = []  # of each step, what is left of the sum, [C]
+
+    def install(self, call: Callable) -> list:
+        """Hooks that are called when a gradient is added. `call` calls them, with arguments."""
+        hooks = []
+        for t, p in enumerate([] if self.trouble else self.watcher.parameters):
+            before = functools.partial(call, self.before_adding, t)
+            after = functools.partial(call, self.after_adding, t)
+            hooks.append(p.register_hook(lambda _, before=before: before()))
+            hooks.append(p.register_post_accumulate_grad_hook(after))
+        return hooks
+
+    def before_adding(self, t: int) -> None:
+        """Reads a sum before a gradient may be added to it. (torch.autograd.grad adds none.)"""
+        p = self.watcher.references[t]()
+        grad = None if p is None else p.grad
+        self.pending[t] = None if grad is None else self.watcher.sample.read_one(t, grad)
+
+    def after_adding(self, t: int, p: torch.Tensor) -> None:
+        """Records the sum after a gradient was added."""
+        if p.grad is None:  # another hook of the script may have dropped it
+            return
+        last = self.records[-1] if self.records else None
+        if not isinstance(last, Contribution) or t in last.after:
+            if len(self.records) >= RECORDED:
+                self.replay()
+            last = Contribution({}, {}, {})
+            self.records.append(last)
+        last.before[t] = self.pending.pop(t, None)
+        last.after[t] = self.watcher.sample.read_one(t, p.grad)
+        if self.has_scale:
+            last.largest[t] = torch.linalg.vector_norm(p.grad, torch.inf)
+
+    def before(self) -> None:
+        """Begins with the moments that the optimizer has now."""
+        if self.has_begun or self.trouble:
+            return
+        self.has_begun = True
+        watcher = self.watcher
+        names = ("exp_avg", "exp_avg_sq") if watcher.is_adam else ("momentum_buffer",)
+        moments = [watcher.sample.take(watcher.state(name)) for name in names]
+        self.begin_at(moments, float(watcher.count_steps()))
+        buffers = [state.get(names[0]) for state in watcher.states()]
+        self.has_buffer = np.array([x is not None for x in buffers]).reshape(-1, 1)
+
+    def after(self, update: Update) -> None:
+        if not self.trouble:
+            self.records.append(update)
+
+    def replay(self) -> None:
+        """Follows the sums through what was recorded."""
+        records, self.records = self.records, []
+        with np.errstate(all="ignore"):  # a sum may be infinite, and the step is then left out
+            for record in records:
+                if isinstance(record, Contribution):
+                    self.add(record)
+                else:
+                    self.step(record)
+
+    def add(self, contribution: Contribution) -> None:
+        """Adds a gradient to the sums of some tensors."""
+        tensors = list(contribution.after)
+        nothing = torch.zeros_like(contribution.after[tensors[0]])
+        befores = [nothing if (x := contribution.before[t]) is None else x for t in tensors]
+        afters = [contribution.after[t] for t in tensors]
+        read = torch.stack((*befores, *afters)).float().cpu().numpy()
+        before, after = read.reshape(2, len(tensors), -1)
+        if contribution.largest:
+            largest = [contribution.largest[t] for t in tensors]
+            self.largest[tensors] = torch.stack(largest).float().cpu().numpy().reshape(-1, 1)
+        began = ~before.any(1)
+        kept = self.carried(tensors, before)
+        kept[:, began] = 0
+        self.kept[:, tensors] = self.round(kept + (after - before), tensors)
+        self.sum[tensors] = after
+        self.added[tensors] = np.where(began, 1, self.added[tensors] + 1)
+        self.has_new[tensors] = True
+
+    def carried(self, tensors: list[int], now: np.ndarray) -> np.ndarray:
+        """The sums in few bits of some tensors, [C, N, P], where float32's have become `now`.
+
+        Other code has scaled float32's sums by a factor and added a rest.
+        """
+        last = self.sum[tensors]
+        kept = self.kept[:, tensors]
+        square = (last * last).sum(1, keepdims=True, dtype=np.float64)
+        factor = (now * last).sum(1, keepdims=True, dtype=np.float64) / square
+        factor = np.where(np.isfinite(factor), factor, 0).astype(np.float32)
+        is_same = (now == last).all(1, keepdims=True)
+        return np.where(is_same, kept, factor * kept + (now - factor * last))
+
+    def round(self, x: np.ndarray, tensors: list[int]) -> np.ndarray:
+        return self.rows.round(x, np.tile(self.largest[tensors], (len(x), 1, 1)))
+
+    def step(self, update: Update) -> None:
+        """Takes the optimizer's step with each of the sums."""
+        gradient = update.gradient.cpu().numpy()
+        self.take_state(update)
+        if not np.isfinite(gradient).all():
+            return
+        live = np.array(update.live).reshape(-1, 1)
+        everything = list(range(len(live)))
+        kept = self.carried(everything, gradient)
+        unseen = live[:, 0] & ~self.has_new  # such as a gradient that was there before the doctor
+        if unseen.any():
+            rounded = self.round(np.tile(gradient, (len(kept), 1, 1)), everything)
+            kept[:, unseen] = rounded[:, unseen]
+        self.note_share(gradient, kept, live & self.has_new[:, None])
+        self.has_new[:] = False
+        gradients = np.concatenate((gradient[None], kept))
+        settings = GroupSettings(*(x[0] for x in self.watcher.by_tensor([update.settings])))
+        self.take_step(gradients, update.weight.cpu().numpy(), live, settings)
+
+    def take_state(self, update: Update) -> None:
+        """Gives all rows Adam's moments where other code has changed these."""
+        tensors = len(update.live)
+        before = update.before[tensors:].cpu().numpy()
+        last = before if self.state is None else self.state
+        self.state = update.after[2 * tensors :].cpu().numpy()
+        changed = before != last
+        if changed.any():
+            self.steps = float(update.steps)
+            pairs = zip(np.split(changed, 2), np.split(before, 2), self.moments, strict=True)
+            self.moments = [np.where(*pair) for pair in pairs]
+
+    def note_share(self, gradient: np.ndarray, kept: np.ndarray, seen: np.ndarray) -> None:
+        """Notes which share of the sum is left, and how many gradients it has."""
+        if not seen.any():
+            return
+        sample = self.watcher.sample
+        sizes = sample.sizes.reshape(-1, 1) * seen * sample.emphasis
+        square = (sizes * gradient * gradient).sum(dtype=np.float64)
+        self.shares.append((sizes * kept * gradient).sum((1, 2), dtype=np.float64) / square)
+        self.contributions.append(float(np.median(self.added[seen[:, 0]])))
+
+    def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
+        if self.trouble:
+            return [
+                Finding(self.watcher.name, *split_entry(text), NOT_JUDGED, self.trouble)
+                for text in self.ruler.texts
+            ]
+        self.replay()
+        findings = super().findings(tolerates)
+        if not self.shares:
+            return findings
+        count = float(np.median(self.contributions))
+        left = np.nanmean(self.shares, axis=0)
+        return [
+            finding._replace(why=f"{finding.why}; {sum_in_words(count, float(share))}")
+            for finding, share in zip(findings, left, strict=True)
+        ]
+
+
+def sum_in_words(contributions: float, share_left: float) -> str:
+    if contributions <= 1:
+        return "a step has one gradient, which is rounded once"
+    return f"a step adds up {contributions:,.0f} gradients, and {share_left:.2f} of the sum is left"

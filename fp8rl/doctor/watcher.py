@@ -1,0 +1,485 @@
+"""Hooks see the steps of a process, and a watcher reads one optimizer, once a step.
+
+Shadows stand beside a watcher, and take the same step otherwise.
+
+The training is somebody else's. A watcher changes nothing, and keeps no network in memory that the
+script has dropped: optimizer and parameters are held by weak references, and everything else that
+is kept is a sample.
+"""
+
+import contextlib
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from .findings import Finding
+from .ruler import Sample, tensor_names
+
+# Optimizers whose step is not in proportion to their learning rate, by the names of their classes,
+# in torch or elsewhere. They search along a line, adapt a step size for each number by signs, or
+# estimate the learning rate themselves. So "as at half the learning rate" says nothing of them.
+NOT_IN_PROPORTION = frozenset(
+    {
+        "LBFGS",
+        "Rprop",
+        "AliG",
+        "COCOB",
+        "DAdaptAdaGrad",
+        "DAdaptAdam",
+        "DAdaptLion",
+        "DAdaptSGD",
+        "DoG",
+        "LDoG",
+        "Prodigy",
+    }
+)
+
+
+class GroupSettings(NamedTuple):
+    """The settings of a parameter group at one update: numbers, or arrays for several updates."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    decay_of_gradient: float  # weight decay that is added to the gradient
+    sign: float  # sign of the gradient: -1 with `maximize`, otherwise 1
+    # Of SGD
+    momentum: float
+    dampening: float
+    nesterov: float  # 1 or 0
+
+
+class Update(NamedTuple):
+    """An update of the optimizer as it was read.
+
+    `before`    float32 [K T, P], weights before the update, then of Adam m and v
+    `after`     float32 [(1 + K) T, P], weights after the update, gradients, then of Adam m and v
+    `steps`     how many steps Adam had counted before the update, float32 []
+    `live`      for each of the T tensors, whether it has a gradient
+    `settings`  settings of each parameter group
+    """
+
+    before: torch.Tensor
+    after: torch.Tensor
+    steps: torch.Tensor
+    live: list[bool]
+    settings: list[GroupSettings]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights before the update, [T, P]."""
+        return self.before[: len(self.live)]
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The gradient of the update, [T, P]."""
+        return self.after[len(self.live) : 2 * len(self.live)]
+
+
+class Shadow(Protocol):
+    """What stands beside an optimizer and takes the same steps otherwise."""
+
+    def before(self) -> None:
+        """Is called before each step of the optimizer."""
+
+    def after(self, update: Update) -> None:
+        """Is called after each step."""
+
+    def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
+        """The findings so far, without cures."""
+
+
+class Watcher:
+    """One optimizer, read once a step.
+
+    `optimizer`  the optimizer; of its parameters, those that learn and are float32 are followed
+    `name`       its name in reports
+    `modules`    modules whose names of parameters are used
+    `sample`     how many numbers are followed
+    `seed`       seed of the sample
+
+    Raises ValueError if no parameters learn, and if none of those that do is float32.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        name: str,
+        modules: list[nn.Module],
+        sample: int,
+        seed: int,
+    ):
+        self.name = name
+        self.reference = weakref.ref(optimizer)
+        self.kind = type(optimizer).__name__
+        self.modules = [weakref.ref(module) for module in modules]
+        self.is_in_proportion = steps_in_proportion(optimizer)
+        self.is_adam = isinstance(optimizer, torch.optim.Adam) and not any(
+            group["amsgrad"] for group in optimizer.param_groups
+        )  # AdamW is an Adam, too
+        self.is_decoupled = isinstance(optimizer, torch.optim.AdamW)
+        self.is_sgd = isinstance(optimizer, torch.optim.SGD)
+        # The parameters are remembered here, because a loaded optimizer has new groups.
+        parameters: list[torch.Tensor] = []
+        self.group: list[int] = []  # for each parameter, the number of its group
+        self.not_float32: list[str] = []  # parameters that learn and are not followed
+        for number, group in enumerate(optimizer.param_groups):
+            for p in group["params"]:
+                if not (p.requires_grad and p.numel()):
+                    continue
+                if p.dtype == torch.float32:
+                    parameters.append(p)
+                    self.group.append(number)
+                else:
+                    self.not_float32.append(f"{tensor_names([p], modules)[0]} ({p.dtype})")
+        if not parameters and self.not_float32:
+            dtype = self.not_float32[0].rpartition(" ")[2].strip("()")
+            raise ValueError(f"parameters are {dtype}: let the doctor watch a training in float32")
+        if not parameters:
+            raise ValueError(f"{name} has no parameters that learn: leave it out")
+        self.references = [weakref.ref(p) for p in parameters]
+        self.keys = {id(p) for p in parameters}
+        self.tensor_names = tensor_names(parameters, modules)
+        self.shapes = [[*p.shape] for p in parameters]
+        self.device = parameters[0].device
+        self.sample = Sample(parameters, sample, seed)
+        self.shadows: list[Shadow] = []
+        self.updates = 0
+        self.joined: dict[int, str] = {}  # parameters that joined later, by identity
+        self.others_learn = False  # whether the optimizer goes on without a tensor of these
+        self.last: Update | None = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer; None once the script has dropped it."""
+        return self.reference()
+
+    @property
+    def groups(self) -> list[dict]:
+        """The parameter groups as they are now; none once the script has dropped the optimizer."""
+        optimizer = self.optimizer
+        return [] if optimizer is None else optimizer.param_groups
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that are followed; none once the script has dropped one of them."""
+        return alive(self.references)
+
+    def states(self) -> list[dict]:
+        """The optimizer's state of each parameter; empty before its first step."""
+        state = self.optimizer.state
+        return [state.get(p, {}) for p in self.parameters]
+
+    def state(self, name: str) -> list[torch.Tensor]:
+        """One tensor of the optimizer's state for each parameter; zeros before the first step."""
+        return dense(self.parameters, [state.get(name) for state in self.states()])
+
+    def moments(self) -> list[torch.Tensor]:
+        """Adam's moments, m of each parameter and then v of each; none of other optimizers."""
+        return [*self.state("exp_avg"), *self.state("exp_avg_sq")] if self.is_adam else []
+
+    def count_steps(self) -> torch.Tensor:
+        """How many steps Adam has counted, float32 []. A GPU is not waited for."""
+        counts = [state["step"] for state in self.states() if "step" in state]
+        if not (self.is_adam and counts):
+            return torch.zeros((), dtype=torch.float32, device="cpu")
+        return torch.stack([torch.as_tensor(x, dtype=torch.float32) for x in counts]).max()
+
+    def before_step(self) -> None:
+        """Reads the weights and Adam's state, before a step.
+
+        Other code may have changed them since the last update. That shows in their numbers alone:
+        a change through `p.data` does not raise the version of a tensor.
+        """
+        parameters = self.parameters
+        if not parameters:
+            self.others_learn = True  # the optimizer goes on with other tensors
+            return
+        self.read = self.sample.read([*parameters, *self.moments()])
+        self.steps = self.count_steps()
+        for shadow in self.shadows:
+            shadow.before()
+
+    def after_step(self) -> None:
+        """Reads the update, and hands it to the shadows."""
+        optimizer = self.optimizer
+        parameters = self.parameters
+        # A GradScaler tells a fused optimizer by `found_inf` to skip the step.
+        if optimizer is None or not parameters or getattr(optimizer, "found_inf", None):
+            return
+        present = {id(p): p for group in self.groups for p in group["params"]}
+        if not self.keys <= present.keys():
+            self.others_learn = True
+            return
+        gradients = [p.grad for p in parameters]
+        read = [*parameters, *dense(parameters, gradients), *self.moments()]
+        live = [g is not None for g in gradients]
+        settings = [self.settings_of(group) for group in self.groups[: max(self.group) + 1]]
+        self.last = Update(self.read, self.sample.read(read), self.steps, live, settings)
+        self.updates += 1
+        self.note_joined(present)
+        for shadow in self.shadows:
+            shadow.after(self.last)
+
+    def note_joined(self, present: dict[int, torch.Tensor]) -> None:
+        """Notes the parameters that learn now and did not at first."""
+        for i in present.keys() - self.keys - self.joined.keys():
+            p = present[i]
+            if p.grad is not None and p.dtype == torch.float32:
+                (name,) = tensor_names([p], alive(self.modules))
+                self.joined[i] = f"{name} (joined at update {self.updates})"
+
+    def settings_of(self, group: dict) -> GroupSettings:
+        """The settings of a parameter group as they are now."""
+        beta1, beta2 = map(float, group["betas"]) if self.is_adam else (0.0, 0.0)
+        is_coupled = not (self.is_decoupled or group.get("decoupled_weight_decay"))
+        has_decay = is_coupled and (self.is_adam or self.is_sgd)
+        return GroupSettings(
+            learning_rate=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=float(group["eps"]) if self.is_adam else 1.0,
+            decay_of_gradient=float(group["weight_decay"]) if has_decay else 0.0,
+            sign=-1.0 if group.get("maximize") else 1.0,
+            momentum=float(group["momentum"]) if self.is_sgd else 0.0,
+            dampening=float(group["dampening"]) if self.is_sgd else 0.0,
+            nesterov=float(group["nesterov"]) if self.is_sgd else 0.0,
+        )
+
+    def by_tensor(self, settings: list[list[GroupSettings]]) -> GroupSettings:
+        """The settings of N updates as arrays [N, T, 1], or [N, 1, 1] if there is one group."""
+        numbers = np.asarray(settings, np.float32)  # [N, groups, settings]
+        if numbers.shape[1] > 1:
+            numbers = numbers[:, self.group]
+        return GroupSettings(*np.moveaxis(numbers, -1, 0)[..., None])
+
+    def trouble(self) -> str:
+        """Why this optimizer cannot be judged, or an empty string."""
+        if not self.is_in_proportion:
+            return f"a step of {self.kind} is not in proportion to its learning rate"
+        if self.others_learn:
+            return "other parameters learn than at first"
+        if not self.is_finite():
+            return "float32 itself has become infinite or NaN"
+        return ""
+
+    def is_finite(self) -> bool:
+        """Whether the weights are finite; of weights that are gone, whether those read last are."""
+        if parameters := self.parameters:
+            return all(bool(p.isfinite().all()) for p in parameters)
+        return self.last is None or bool(self.last.after[: len(self.references)].isfinite().all())
+
+
+def alive(references: list[weakref.ref]) -> list:
+    """What weak references hold; nothing once one of them is gone."""
+    held = [reference() for reference in references]
+    return [] if any(x is None for x in held) else held
+
+
+def steps_in_proportion(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer makes twice the step at twice the learning rate.
+
+    Optimizers that do not are known by the name of their class or of one that it inherits from, by
+    the option `relative_step` of an Adafactor, the option `d0` of a class that estimates its
+    learning rate, or because they have no learning rate.
+    """
+    if NOT_IN_PROPORTION & {kind.__name__ for kind in type(optimizer).__mro__}:
+        return False
+    return not any(
+        group.get("relative_step") or group.get("lr") is None or "d0" in group
+        for group in optimizer.param_groups
+    )
+
+
+def dense(parameters: list[torch.Tensor], tensors: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Dense tensors like the parameters; zeros in place of a tensor that is None."""
+    dense_tensors = []
+    for p, x in zip(parameters, tensors, strict=True):
+        if x is None:
+            x = torch.zeros_like(p)
+        dense_tensors.append(x.to_dense() if x.is_sparse else x)
+    return dense_tensors
+
+
+def largest_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The largest magnitude of each tensor, float32 [T, 1]."""
+    norms = [torch.linalg.vector_norm(x.detach(), torch.inf).float() for x in tensors]
+    return torch.stack(norms).unsqueeze(1)
+
+
+at_work = threading.local()  # has `is_shadow` while a shadow makes a step in this thread
+
+
+def is_step_of_shadow() -> bool:
+    """Whether the step that is being made is a shadow's, and none of the script."""
+    return getattr(at_work, "is_shadow", False)
+
+
+class Optimizers:
+    """The optimizers of a process, numbered in the order of their first steps.
+
+    They are held by weak references, so that networks that a script drops do not stay in memory.
+    An optimizer that is gone is None.
+    """
+
+    def __init__(self):
+        self.references: list[weakref.ref] = []
+        self.names: list[str] = []
+        self.numbers: dict[int, int] = {}  # by identity, which a later optimizer may have again
+
+    def __len__(self) -> int:
+        return len(self.references)
+
+    def __getitem__(self, number: int) -> torch.optim.Optimizer | None:
+        return self.references[number]()
+
+    def append(self, optimizer: torch.optim.Optimizer) -> None:
+        self.numbers[id(optimizer)] = len(self)
+        self.names.append(f"optimizer {len(self)} ({type(optimizer).__name__})")
+        self.references.append(weakref.ref(optimizer))
+
+    def number_of(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """The number of an optimizer, by identity; None before its first step."""
+        number = self.numbers.get(id(optimizer))
+        return number if number is not None and self[number] is optimizer else None
+
+
+class Hooks:
+    """Hooks that are called before and after every step of every optimizer of this process.
+
+    A subclass has a method `begin`, which is called before an optimizer's first step, and methods
+    `before` and `after`, which are called before and after every step. It may have a method
+    `after_wrapper`, which is called after a step of a wrapper, such as Lookahead, with the number
+    of the optimizer inside it. Nothing else is called for a wrapper, because the optimizer inside
+    it makes a step of its own.
+    """
+
+    def __init__(self):
+        self.process = os.getpid()
+        self.optimizers = Optimizers()
+        self.notes: list[str] = []
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        # A step under torch.compile leaves the hooks out of its graph. Compiling them would take
+        # far longer than calling them. The decorator is that of torch.optim itself, which imports
+        # the compiler no earlier than the script's first optimizer does.
+        handles = [
+            register_optimizer_step_pre_hook(
+                torch._disable_dynamo(lambda *arguments: self.before_step(*arguments))
+            ),
+            register_optimizer_step_post_hook(
+                torch._disable_dynamo(lambda *arguments: self.after_step(*arguments))
+            ),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def before_step(self, optimizer, args, kwargs) -> None:
+        if os.getpid() != self.process:
+            return  # a fork of the script
+        if is_step_of_shadow():
+            return
+        number = self.optimizers.number_of(optimizer)
+        if number is None:
+            if optimizer_inside(optimizer) is not None:
+                return  # a wrapper
+            number = len(self.optimizers)
+            self.optimizers.append(optimizer)
+            self.begin(number)
+        self.before(number)
+
+    def after_step(self, optimizer, args, kwargs) -> None:
+        if os.getpid() != self.process or is_step_of_shadow():
+            return
+        number = self.optimizers.number_of(optimizer)
+        if number is not None:
+            self.after(number)
+            return
+        innermost = self.optimizers.number_of(innermost_optimizer(optimizer))
+        if innermost is not None:
+            self.after_wrapper(innermost)
+
+    def after_wrapper(self, number: int) -> None:
+        pass
+
+    def name_of(self, number: int) -> str:
+        return self.optimizers.names[number]
+
+
+def modules_of_process() -> list[nn.Module]:
+    """The modules of this process that are not part of another module.
+
+    Their parameters have names, which reports use.
+    """
+    modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
+    parts = {id(part) for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if id(module) not in parts]
+
+
+def parameters_of(optimizer) -> list[torch.Tensor]:
+    """The parameters of an optimizer that are trained."""
+    return [
+        p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad and p.numel()
+    ]
+
+
+def innermost_optimizer(optimizer) -> torch.optim.Optimizer:
+    """The optimizer that makes the steps: the one given, or the one that a wrapper has inside.
+
+    Libraries wrap an optimizer, as Accelerate and Lookahead do, or have a base optimizer, as SAM
+    does. The wrapper may be an Optimizer by class without being one that steps or has hooks.
+    Raises ValueError for anything else.
+    """
+    wrapped = optimizer
+    seen = []  # so that a wrapper inside itself ends the search
+    while wrapped not in seen and (inner := optimizer_inside(wrapped)) is not None:
+        seen.append(wrapped)
+        wrapped = inner
+    if not isinstance(wrapped, torch.optim.Optimizer):
+        raise ValueError(
+            f"optimizers have a {type(wrapped).__name__}, which is no optimizer of torch: "
+            "give the torch.optim.Optimizer that makes the steps"
+        )
+    if not hasattr(wrapped, "_optimizer_step_pre_hooks"):
+        raise ValueError(
+            f"optimizers have a {type(wrapped).__name__}, which has no hooks because it does not "
+            "call Optimizer.__init__: give the torch.optim.Optimizer that makes the steps"
+        )
+    return wrapped
+
+
+def optimizer_inside(wrapper):
+    """The optimizer that a wrapper has as `optimizer` or `base_optimizer`, or None."""
+    if not is_like_optimizer(wrapper):
+        return None
+    for name in ("optimizer", "base_optimizer"):
+        inner = getattr(wrapper, name, None)
+        if inner is not wrapper and is_like_optimizer(inner):
+            return inner
+    return None
+
+
+def is_like_optimizer(x) -> bool:
+    """Whether something is an optimizer or a wrapper of one, by what can be done with it."""
+    return (
+        not isinstance(x, type) and callable(getattr(x, "step", None)) and hasattr(x, "zero_grad")
+    )
