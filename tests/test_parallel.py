@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from conftest import InThisProcess
+from conftest import InThisProcess, threads_of_later_threads
 from helpers import SMALL, refusal, refused, small
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -129,18 +129,26 @@ def test_another_executor_gives_the_same_numbers_and_stays_open(executor, of_pro
     assert torch.get_num_threads() == before
 
 
-def test_a_batch_computes_on_one_thread_wherever_it_is(monkeypatch):
+def test_a_batch_computes_on_one_core_wherever_it_is_and_other_threads_as_before(monkeypatch):
+    """torch.set_num_threads sets it for every thread that starts later, too."""
     threads = []
     monkeypatch.setattr(parallel, "keep_freed_memory", lambda: threads.append("kept"))
 
     def count(config):
-        threads.append(torch.get_num_threads())
+        threads.append((torch.get_num_threads(), threads_of_later_threads()))
         return parallel.run(config)
 
+    before = torch.get_num_threads()
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(3,)) as executor:
-        list(parallel.run_all([small(steps=512)], executor, run=count, progress=False))
-        assert executor.submit(torch.get_num_threads).result() == 3
-    assert threads == ["kept", 1]
+        executor.submit(torch.get_num_threads).result()
+        torch.set_num_threads(2)
+        try:
+            list(parallel.run_all([small(steps=512)], executor, run=count, progress=False))
+            assert executor.submit(torch.get_num_threads).result() == 3
+            assert (torch.get_num_threads(), threads_of_later_threads()) == (2, 2)
+        finally:
+            torch.set_num_threads(before)
+    assert threads == ["kept", (1, 2)]
 
 
 def test_who_stops_early_cancels_what_has_not_begun():

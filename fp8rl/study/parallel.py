@@ -40,14 +40,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from tqdm.auto import tqdm
 
 from ..build import build, build_population
 from ..config import Config
 from ..disk.safe_files import write_whole
 from ..history import History
-from ..machine.hardware import cores, keep_freed_memory
+from ..machine.hardware import cores, keep_freed_memory, one_core
 from ..machine.plan import plan_run
 from ..population.batches import batches, obstacle, require_one_population
 from ..tasks.gymnasium_env import EnvironmentFailed, children_ignore_interrupts
@@ -356,11 +355,8 @@ def train_batch(
 
     In a process of this machine's pool, batch `number` counts its steps and agents while it trains.
     """
-    threads = torch.get_num_threads()
-    # Several would add up in another order. Each thread of a process has a setting of its own.
-    torch.set_num_threads(1)
     keep_freed_memory()
-    try:
+    with one_core():  # several would add up in another order
         if each not in (None, run):
             (config,) = configs
             return [each(config)]
@@ -371,8 +367,6 @@ def train_batch(
             if isinstance(result, Stopped) and keeping.folder is None and file.path.exists():
                 return result._replace(state=file.path.read_bytes())
             return result
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _train(
