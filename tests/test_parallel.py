@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.study import parallel
+from fp8rl.study.batch_file import BatchFile, SharedFile
 from fp8rl.train import train
 
 TINY = {"steps": 1_024, "eval_every": 512, "eval_episodes": 2} | SMALL
@@ -187,6 +189,18 @@ def test_an_executor_s_news_are_printed(capsys):
     executor.news = lambda: "no worker is left"
     list(parallel.run_all([small(steps=512)], executor, progress=False))
     assert capsys.readouterr().err == "fp8rl: no worker is left\n"
+
+
+def test_a_batch_that_begins_again_and_again_without_being_saved_is_told(tmp_path, capsys):
+    file = BatchFile(tmp_path, FIVE)
+    variable = SimpleNamespace()
+    file.shared = SharedFile(variable)
+    for begun, is_told in ((0, False), (1, False), (2, True), (2, False), (3, True), (0, False)):
+        variable.get = lambda timeout, begun=begun: (begun, None)
+        file.pause = -1
+        parallel.fetch([file])
+        said = capsys.readouterr().err
+        assert said.startswith(f"fp8rl: {file.path.stem} has begun {begun} times") == is_told
 
 
 def test_batches_that_finish_together_come_in_their_order():
