@@ -1,10 +1,13 @@
-"""The setup of tests, and the order in which they run. What takes long to import is imported where it is
-needed: under xdist, the process that only hands tests to others needs none of it."""
+"""The setup of tests, and what none of them may leave behind. What takes long to import is imported
+where it is needed: under xdist, the process that only hands tests to others needs none of it."""
 
 import gc
 import os
+import signal
+import sys
 import tempfile
-from concurrent.futures import Executor, Future
+import warnings
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,58 @@ def pytest_runtest_setup(item) -> None:
     torch.manual_seed(0)
 
 
+def threads_of_later_threads() -> int:
+    """On how many cores torch computes what threads ask for that start from now on."""
+    import torch
+
+    with ThreadPoolExecutor(1) as new_thread:
+        return new_thread.submit(torch.get_num_threads).result()
+
+
+def settings_of_process() -> dict:
+    """The settings of this process that change what later tests compute or find."""
+    import numpy as np
+    import torch
+    from torch.optim import optimizer
+
+    from fp8rl.precision import ALL_BACKENDS, MATMUL_SWITCH, get_switch
+
+    return {
+        "threads": torch.get_num_threads(),
+        "threads of later threads": threads_of_later_threads(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "autocast": [torch.is_autocast_enabled(device) for device in MATMUL_SWITCH],
+        "matmuls": [get_switch(*each) for each in (ALL_BACKENDS, *MATMUL_SWITCH.values())],
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "optimizers' hooks": [
+            len(hooks)
+            for hooks in (
+                optimizer._global_optimizer_pre_hooks,
+                optimizer._global_optimizer_post_hooks,
+            )
+        ],
+        "NumPy's errors": np.geterr(),
+        "garbage": gc.isenabled(),
+        "folder": os.getcwd(),
+        "environment": {x: os.environ[x] for x in os.environ if x != "PYTEST_CURRENT_TEST"},
+        "signals": [signal.getsignal(number) for number in sorted(signal.valid_signals())],
+        "sys.argv": [*sys.argv],
+        "sys.path": [*sys.path],
+        "sys.meta_path": [*sys.meta_path],
+        "hooks": (sys.excepthook, warnings.formatwarning, warnings.showwarning),
+    }
+
+
+@pytest.fixture(autouse=True)
+def settings_are_left_as_they_were():
+    """A test that leaves a setting of the process behind fails itself, not one after it."""
+    before = settings_of_process()
+    yield
+    assert settings_of_process() == before
+
+
 class InThisProcess(Executor):
     """Works at once and here, in place of the processes of a study."""
 
@@ -65,27 +120,3 @@ def pytest_collection_finish(session) -> None:
     """Lets garbage collections skip what has been imported: nothing of it is ever freed."""
     gc.collect()
     gc.freeze()
-
-
-LONGEST = (
-    "fp8_actor_critic.ipynb",
-    "acting_in_few_bits.ipynb",
-    "how_few_bits.ipynb",
-    "other_tasks.ipynb",
-    "replay_memory.ipynb",
-    "devices_and_graphs.ipynb",
-    "test_every_kernel_compiles_for_gpus_that_are_not_here",
-    "test_a_study_that_is_stopped_goes_on_to_the_same_results",
-    "test_a_script_is_trained_and_its_words_are_put_to_the_test",
-    "test_a_study_that_is_killed_leaves_no_process_and_goes_on",
-    "test_a_study_whose_worker_is_killed_says_so_in_one_line",
-    "test_a_killed_rank_ends_the_command_and_its_last_checkpoint_continues",
-)
-
-
-def pytest_collection_modifyitems(items) -> None:
-    """Puts the longest first, so that at the end no process waits long for another one's last test.
-    (Groups, which are tests that share a process, begin even before these: xdist puts scopes of
-    many tests first.)"""
-    place = {name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.name, len(place)))

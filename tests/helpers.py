@@ -7,7 +7,9 @@ import itertools
 import multiprocessing
 import os
 import re
+import signal
 import sys
+import warnings
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -136,9 +138,16 @@ def after(iterations: int, run: Run) -> Run:
 
 def run_cli(*arguments) -> None:
     """The command line in this process, which need not import everything first."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.getsignal(number) for number in numbers]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["fp8rl", *map(str, arguments)])
-        main()
+        patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # which the command sets
+        try:
+            main()
+        finally:
+            for number, handler in zip(numbers, handlers, strict=True):
+                signal.signal(number, handler)
 
 
 SERVER = multiprocessing.get_context("forkserver")

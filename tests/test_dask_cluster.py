@@ -12,9 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import SIZED, refusal, refused, run_cli, small, start_server, without_seconds
+from helpers import SIZED, Wrapper, refusal, refused, run_cli, small, start_server, without_seconds
 
-from fp8rl.study import dask_cluster, parallel
+from fp8rl.disk import checkpoint
+from fp8rl.study import batch_file, dask_cluster, parallel
 
 dask = pytest.importorskip("dask")
 distributed = pytest.importorskip("distributed")
@@ -82,13 +83,70 @@ def test_a_study_that_is_interrupted_stops_its_workers_and_has_the_results_of_on
     assert caught.value.code == 130
     wait_until(lambda: not any(worker.processing for worker in scheduler.workers.values()))
     said = capsys.readouterr().err.splitlines()[-1]
-    assert re.match(r"fp8rl: interrupted: \d of 2 agents have finished, and \d go on", said)
+    assert re.match(r"fp8rl: interrupted: \d of 2 agents have finished, and the others go on", said)
     run_cli(*STUDY, "--scheduler", workers.scheduler_address, "--out", out)
     assert without_seconds(out / "results.csv") == without_seconds(
         tmp_path / "here" / "results.csv"
     )
     assert "Trained by Dask workers on " in (out / "table.md").read_text()
     assert not list(out.glob("batch-*"))
+
+
+class Noted(Wrapper):
+    """A SharedFile that writes down, in `log`, how many iterations a worker's batch begins with."""
+
+    def begin(self, path: Path) -> None:
+        self.inner.begin(path)
+        state = checkpoint.resume(path)[1] if path.exists() else {"history": {"iteration": ()}}
+        with self.log.open("a") as log:
+            log.write(f"{len(state['history']['iteration'])}\n")
+
+
+async def close(dask_worker) -> None:
+    """Ends a worker as its --lifetime does."""
+    await dask_worker.close_gracefully(restart=True)
+
+
+def set_first(seconds: float) -> None:
+    batch_file.FIRST = seconds
+
+
+@pytest.mark.parametrize("end", ["in order", "killed"])
+def test_another_worker_goes_on_with_a_batch_from_where_it_was_saved(
+    end, workers, tmp_path, monkeypatch
+):
+    config = small(steps=51_200, eval_every=0, eval_episodes=1)
+    share = dask_cluster.Cluster.share
+    shared = []
+
+    def share_noted(cluster, path):
+        shared.append(Noted(share(cluster, path)))
+        shared[0].log = tmp_path / "begun"
+        return shared[0]
+
+    def is_saved() -> bool:
+        return bool(shared and shared[0].variable.get(timeout=1)[1])
+
+    def end_one() -> None:
+        if end == "killed":
+            return kill_one_at_work(workers, is_saved)
+        wait_until(is_saved)
+        busy = [
+            worker.address for worker in workers.scheduler.workers.values() if worker.processing
+        ]
+        cluster._client.run(close, workers=busy, wait=False)
+
+    monkeypatch.setattr(dask_cluster.Cluster, "share", share_noted)
+    with dask_cluster.dask_cluster(workers.scheduler_address) as cluster:
+        cluster._client.run(set_first, 0)
+        thread = threading.Thread(target=end_one)
+        thread.start()
+        ((_, history),) = parallel.run_all([config], cluster, 1, False, parallel.run)
+        cluster._client.run(set_first, 1)
+    thread.join()
+    first, second = map(int, (tmp_path / "begun").read_text().split())
+    assert first == 0 < second
+    assert history.columns["loss"] == parallel.run(config).columns["loss"]
 
 
 def noted(path: Path, config):

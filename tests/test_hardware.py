@@ -8,6 +8,7 @@ import sys
 import psutil
 import pytest
 import torch
+from conftest import threads_of_later_threads
 from helpers import PATIENCE, forked, refused, small, trained
 
 from fp8rl.build import Machine, build
@@ -49,6 +50,25 @@ def test_emulation_is_noticed_named_and_not_chosen():
         and fastest == "fp32"
     )
     assert "AVX2 with emulated bf16, threads: " in machine
+
+
+def test_products_are_timed_on_one_core_and_other_threads_compute_as_before(monkeypatch):
+    timed = []
+    product = torch.mm
+
+    def multiply(*matrices):
+        timed.append((torch.get_num_threads(), threads_of_later_threads()))
+        return product(*matrices)
+
+    monkeypatch.setattr(torch, "mm", multiply)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        hardware.is_emulated.__wrapped__("bf16")
+        assert (torch.get_num_threads(), threads_of_later_threads()) == (2, 2)
+    finally:
+        torch.set_num_threads(before)
+    assert set(timed) == {(1, 2)}
 
 
 @pytest.mark.parametrize(("capability", "is_emulated"), [((7, 5), True), ((8, 0), False)])

@@ -7,11 +7,12 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import InThisProcess
+from conftest import InThisProcess, threads_of_later_threads
 from helpers import SMALL, refusal, refused, small
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.study import parallel
+from fp8rl.study.batch_file import BatchFile, SharedFile
 from fp8rl.train import train
 
 TINY = {"steps": 1_024, "eval_every": 512, "eval_episodes": 2} | SMALL
@@ -129,18 +131,26 @@ def test_another_executor_gives_the_same_numbers_and_stays_open(executor, of_pro
     assert torch.get_num_threads() == before
 
 
-def test_a_batch_computes_on_one_thread_wherever_it_is(monkeypatch):
+def test_a_batch_computes_on_one_core_wherever_it_is_and_other_threads_as_before(monkeypatch):
+    """torch.set_num_threads sets it for every thread that starts later, too."""
     threads = []
     monkeypatch.setattr(parallel, "keep_freed_memory", lambda: threads.append("kept"))
 
     def count(config):
-        threads.append(torch.get_num_threads())
+        threads.append((torch.get_num_threads(), threads_of_later_threads()))
         return parallel.run(config)
 
+    before = torch.get_num_threads()
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(3,)) as executor:
-        list(parallel.run_all([small(steps=512)], executor, run=count, progress=False))
-        assert executor.submit(torch.get_num_threads).result() == 3
-    assert threads == ["kept", 1]
+        executor.submit(torch.get_num_threads).result()
+        torch.set_num_threads(2)
+        try:
+            list(parallel.run_all([small(steps=512)], executor, run=count, progress=False))
+            assert executor.submit(torch.get_num_threads).result() == 3
+            assert (torch.get_num_threads(), threads_of_later_threads()) == (2, 2)
+        finally:
+            torch.set_num_threads(before)
+    assert threads == ["kept", (1, 2)]
 
 
 def test_who_stops_early_cancels_what_has_not_begun():
@@ -179,6 +189,18 @@ def test_an_executor_s_news_are_printed(capsys):
     executor.news = lambda: "no worker is left"
     list(parallel.run_all([small(steps=512)], executor, progress=False))
     assert capsys.readouterr().err == "fp8rl: no worker is left\n"
+
+
+def test_a_batch_that_begins_again_and_again_without_being_saved_is_told(tmp_path, capsys):
+    file = BatchFile(tmp_path, FIVE)
+    variable = SimpleNamespace()
+    file.shared = SharedFile(variable)
+    for begun, is_told in ((0, False), (1, False), (2, True), (2, False), (3, True), (0, False)):
+        variable.get = lambda timeout, begun=begun: (begun, None)
+        file.pause = -1
+        parallel.fetch([file])
+        said = capsys.readouterr().err
+        assert said.startswith(f"fp8rl: {file.path.stem} has begun {begun} times") == is_told
 
 
 def test_batches_that_finish_together_come_in_their_order():

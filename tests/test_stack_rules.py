@@ -73,6 +73,14 @@ def test_each_rule_gives_the_weights_that_are_worked_out_by_hand(stack):
     assert RULES[stack].version
 
 
+@pytest.mark.parametrize(("stack", "dropped"), [("trl-async", 2), ("areal", 2), ("verl-async", 3)])
+def test_only_a_dual_clip_drops_large_ratios_at_negative_advantages(stack, dropped):
+    learner = ACTOR[:2, :2] + np.log([5.0, 2.9])
+    report = like(stack, learner, ACTOR[:2, :2], advantages=[1.0, -1.0])
+    assert report.outcomes[0].dropped_tokens == dropped
+    assert ("below 0.8 or above 3 at a negative one" in str(report)) == (dropped == 3)
+
+
 def test_a_product_and_a_geometric_mean_of_a_long_sequence_part():
     """A ratio of 1.1 at each of 100 tokens: a product of 13,781."""
     actor = np.full((2, 100), -1.0)

@@ -20,6 +20,7 @@ import numpy as np
 from .acting_look import amount
 from .dump_names import dict_as_arrays
 from .findings import without_nan
+from .mismatch_gap import LARGEST
 from .token_arrays import Tokens, read_tokens
 
 # What a bound is compared with, or what a token is weighed by.
@@ -31,7 +32,6 @@ MEAN = "geometric mean of ratios"
 DROP = "drop"
 TRUNCATE = "truncate"
 CLIP = "clip"  # as PPO's: the gradient is 0 beyond the bound on the side of the advantage
-LARGEST_LOG = 700.0  # exp overflows above it
 MOST_PLACES = 10  # dropped tokens that a report lists
 SMALL = 0.5  # mean weight of which a line says what it means
 MOST_IN_LINE = 3  # places that a line names
@@ -47,6 +47,7 @@ class Rule(NamedTuple):
     `lower`, `upper`
                  the bounds
     `limit`      logarithm to which the stack limits its weights before anything else
+    `dual`       of a clip: above it, tokens of negative advantage have no gradient either
     """
 
     setting: str
@@ -56,6 +57,7 @@ class Rule(NamedTuple):
     lower: float = 0.0
     upper: float = math.inf
     limit: float = math.inf
+    dual: float = math.inf
 
 
 class Stack(NamedTuple):
@@ -96,7 +98,16 @@ RULES = {
         "verl's fully_async_policy and one_step_off_policy",
         "0.9.1",
         (
-            Rule("rollout_correction.bypass_mode=true", TOKEN, TOKEN, CLIP, 0.8, 1.2),
+            Rule(
+                "rollout_correction.bypass_mode=true",
+                TOKEN,
+                TOKEN,
+                CLIP,
+                lower=0.8,
+                upper=1.2,
+                limit=20.0,
+                dual=3.0,
+            ),
             Rule("bypass_mode=false"),
         ),
     ),
@@ -122,11 +133,11 @@ RULES = {
     ),
     "nemo-rl": Stack(
         "NeMo-RL",
-        "commit 3520fc0",
+        "0.7.0",
         (
             Rule("use_importance_sampling_correction=false"),
             Rule("use_importance_sampling_correction=true", TOKEN),
-            Rule("prorlv2.yaml: icepop", TOKEN, TOKEN, DROP, 0.5, 5.0),
+            Rule("prorlv2.v2.yaml: icepop", TOKEN, TOKEN, DROP, 0.5, 5.0),
         ),
     ),
 }
@@ -320,7 +331,8 @@ def weigh(
         is_truncated = mask & (is_above | is_below)
         weight = np.clip(weight, rule.lower, rule.upper)
     elif rule.action == CLIP and advantages is not None:
-        is_dropped = mask & ((is_above & (advantages > 0)) | (is_below & (advantages < 0)))
+        is_beyond = is_below | (gate > rule.dual)
+        is_dropped = mask & ((is_above & (advantages > 0)) | (is_beyond & (advantages < 0)))
     weight = np.where(mask & ~is_dropped, weight, 0.0)
     return weight, is_dropped, is_truncated
 
@@ -336,7 +348,7 @@ def statistic(kind: str, log_ratio: np.ndarray, mask: np.ndarray, limit: float) 
         log = log_ratio.sum(1, keepdims=True) / count
     else:
         log = log_ratio
-    limit = min(limit, LARGEST_LOG)
+    limit = min(limit, LARGEST)
     return np.broadcast_to(np.clip(log, -limit, limit), log_ratio.shape)
 
 
@@ -353,10 +365,11 @@ def words_of(rule: Rule) -> str:
     """What a rule does, as a sentence without its subject."""
     unit = "tokens" if rule.gate == TOKEN else "sequences"
     if rule.action == CLIP:
+        dual = f" or above {rule.dual:g}" if rule.dual < math.inf else ""
         return (
             "takes the engine's log-probabilities as PPO's old ones, so the ratio is both weight "
             f"and clip: no gradient above {rule.upper:g} at a positive advantage, nor below "
-            f"{rule.lower:g} at a negative one"
+            f"{rule.lower:g}{dual} at a negative one"
         )
     if rule.action == DROP:
         by = "by it" if rule.weight == rule.gate else f"token by token by the {rule.weight}"
