@@ -1,6 +1,6 @@
 """Hooks of all optimizers of a process, and the hooks that change a training or refuse to.
 
-`Watch` (watch.py), `Keep` (keep.py) and `Twin` (twin.py) are made of them.
+`Watch` (watch.py) and `Keep` (keep.py) are made of them.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 
 from .doctor import innermost_optimizer, optimizer_inside
 from .optimizer_copy import is_step_of_copy
-from .run_script import Refusal, first_line, say
+from .output import Refusal, first_line, say
 
 
 class Optimizers:
@@ -155,19 +155,19 @@ class Change(Hooks):
         self.refusal = ""  # why the script was ended
 
     def refuse(self, why: str) -> NoReturn:
-        """Ends the script with a line and exit code 2.
+        """Ends the script with exit code 2. Why is said at the end of the process (attach.py).
 
         It ends by SystemExit, so its files are closed. A script that catches even this, and trains
         on, is ended at once when it comes here again. In a thread, SystemExit ends the thread, and
         the exit code is 2 as well.
         """
         if self.refusal:
+            say(f"fp8rl.doctor: {self.refusal}")
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):  # it may be closed, or no stream at all
                     stream.flush()
             os._exit(2)
         self.refusal = why
-        say(f"fp8rl.doctor: {why}")
         raise SystemExit(2)
 
 

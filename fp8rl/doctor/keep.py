@@ -15,9 +15,8 @@ from ..bits.places import NO_NOISE, places_of
 from .hooks import Change, parameters_of, refuses, seeded_generator
 from .low_bit_gradients import Operands
 from .optimizer_copy import OptimizerCopy, RandomNumbers
+from .output import NO_STEP, Refusal, first_line
 from .real_optimizers import read_real_optimizer, split_real
-from .report_file import NO_STEP
-from .run_script import Refusal, first_line
 
 
 class Keep(Change):

@@ -15,8 +15,7 @@ from .findings import Report, without_nan
 from .found_averages import AverageSearch, FoundAverage
 from .gradient_sums import GRADIENT_SUMS, GradientSums
 from .hooks import Hooks, modules_of_process, parameters_of
-from .report_file import NO_STEP, report_as_json
-from .run_script import first_line
+from .output import NO_STEP, first_line, report_as_json
 
 WATCHED = tuple(text for text in FORMATS if text.partition("=")[0] in STATE)
 FEW = 2  # an optimizer with so many parameters may be one of many, as those of a step in backward

@@ -24,8 +24,8 @@ import torch
 
 from .findings import DRIFTING, NOT_JUDGED, Finding
 from .optimizer_copy import OptimizerCopy, RandomNumbers
+from .output import first_line
 from .real_optimizers import RealOptimizer
-from .run_script import first_line
 from .sample import NumberSums, Sample, WindowSums
 from .verdicts import SEVERITY, judge
 
