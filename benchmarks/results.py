@@ -48,9 +48,6 @@ COMMANDS = {
     "strangers": "python benchmarks/strangers.py table benchmarks/results/strangers.md",
     "stacks_in_scripts": "python benchmarks/stacks_in_scripts.py table "
     "benchmarks/results/stacks_in_scripts.md",
-    # By which of the doctor's two rates of weights?
-    "free_rows_measured": "python benchmarks/free_rows.py measure benchmarks/results/free_rows.csv",
-    "free_rows": "python benchmarks/free_rows.py table benchmarks/results/free_rows.md",
     # What do optimizers, averages and sums that people run really do in few bits?
     "real_stacks": "python benchmarks/real_stacks.py benchmarks/results/real_stacks.md",
     # Who may act in few bits?

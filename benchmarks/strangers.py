@@ -1,7 +1,7 @@
 """Scripts that others wrote, unchanged: do the doctor's words hold?
 
 For each script and format `python -m fp8rl.doctor` watches one training in float32, keeps the place
-in this format in another one, and trains a twin in float32 at the learning rates that it has
+in this format in another one, and twin.py trains a twin in float32 at the learning rates that were
 measured. The three outcomes stand side by side, with what the doctor had said.
 
     python benchmarks/strangers.py run benchmarks/results/strangers.csv --cleanrl DIR --nanogpt DIR
@@ -118,9 +118,11 @@ def prepare_text(clone: Path) -> None:
 def command_of(
     script: Script, clone: Path, seed: int, doctor: list[str]
 ) -> tuple[list[str], Path, dict[str, str]]:
-    """The command that runs a script, under the doctor's command or without one, with its working
-    directory and the environment variables that it needs."""
+    """The command that runs a script, under the doctor's command, as a twin or as it is, with its
+    working directory and the environment variables that it needs."""
     prefix = ["-m", "fp8rl.doctor", *doctor] if doctor else []
+    if doctor[:1] == ["twin"]:
+        prefix = [str(Path(__file__).with_name("twin.py")), *doctor[1:]]
     own = script.arguments.format(seed=seed).split()
     paths = [os.environ.get("FP8RL_STRANGERS", ""), str(clone), os.environ.get("PYTHONPATH", "")]
     environment = {
@@ -183,7 +185,7 @@ def run(out: Path, clones: dict[str, Path], only: list[str]) -> None:
             for text in FORMATS:
                 for mode, command in (
                     ("keep", ["keep", text]),
-                    ("twin", ["twin", text, "--report", str(report)]),
+                    ("twin", ["twin", text, str(report)]),
                 ):
                     if (name, str(seed), mode, text) in done:
                         continue

@@ -40,8 +40,6 @@ from PIL import Image
 from fp8rl.build import build_population
 from fp8rl.cli import throughput
 from fp8rl.config import Config
-from fp8rl.doctor import command as doctor_command
-from fp8rl.doctor import run_script
 from fp8rl.doctor.mismatch import MEANING
 from fp8rl.doctor.mismatch_symptoms import BITS_LEFT
 from fp8rl.history import History
@@ -226,59 +224,27 @@ def stack_rules_in_steps(module, out: Path) -> None:
     module.main(["table", str(out / "stack_rules.md")])
 
 
-# As CleanRL's are: options of the command line, and lines with returns
-STRANGER = """
-import argparse
-import torch
-from matplotlib.figure import Figure
+def stubbed_scripts(module, monkeypatch) -> None:
+    """Trainings that only print."""
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--total-timesteps", type=int)
-parser.add_argument("--seed", type=int)
-options = parser.parse_args()
-torch.manual_seed(options.seed)
-model = torch.nn.Linear(4, 2)
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-5)
-for update in range(options.total_timesteps):
-    x = torch.randn(8, 4)
-    loss = (model(x) - x[:, :2]).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    if update % 32 == 0:
-        print(f"global_step={update}, episodic_return=[{100 - loss.item():.4f}]")
-"""
+    def run(words: list[str], **_) -> SimpleNamespace:
+        if "--json" in words:
+            finding = {"place": "weights", "format": "e4m3", "verdict": "slower", "rate": 0.2}
+            report = {"optimizers": [{"findings": [finding]}]}
+            Path(words[words.index("--json") + 1]).write_text(json.dumps(report))
+        reached = 20 if "keep" in words or "twin.py" in words[1] else 100
+        printed = f"global_step=1, episodic_return=[{reached}]"
+        return SimpleNamespace(returncode=0, stdout=printed, stderr="")
 
-
-def strangers_here(module, monkeypatch) -> None:
-    """Two scripts, which run in this process."""
-    arguments = "cleanrl/ppo.py --total-timesteps 64 --seed {seed}"
-    ppo = module.SCRIPTS["ppo, CartPole"]._replace(arguments=arguments, last=1, seeds=(1,))
+    ppo = module.SCRIPTS["ppo, CartPole"]._replace(seeds=(1,))
     monkeypatch.setattr(module, "SCRIPTS", {"one": ppo, "another": ppo})
-
-    def in_this_process(command: list[str], cwd: Path, **_) -> SimpleNamespace:
-        """Runs `python script` or `python -m fp8rl.doctor command script`."""
-        words = command[1:]
-        printed = io.StringIO()
-        with monkeypatch.context() as patch, contextlib.redirect_stdout(printed):
-            patch.chdir(cwd)
-            patch.setattr(sys, "path", [*sys.path])
-            patch.setattr(sys, "argv", words)
-            patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-            patch.setattr(run_script, "wait_for_threads", lambda: None)  # or this process ends
-            with torch.random.fork_rng(), pytest.raises(SystemExit) as end:
-                doctor_command.main(words[2:])
-        assert end.value.code == 0
-        return SimpleNamespace(returncode=0, stdout=printed.getvalue(), stderr="")
-
-    monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=in_this_process))
+    monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=run))
 
 
 def strangers_in_steps(module, out: Path) -> None:
-    (out / "clone/cleanrl").mkdir(parents=True)
-    (out / "clone/cleanrl/ppo.py").write_text(STRANGER)
-    module.main(["run", str(out / "strangers.csv"), "--cleanrl", str(out / "clone")])
+    module.main(["run", str(out / "strangers.csv"), "--cleanrl", str(out)])
     module.main(["table", str(out / "strangers.md")])
+    assert "this holds in 2 of 2" in (out / "strangers.md").read_text()
 
 
 def stubbed_stacks(module, monkeypatch) -> None:
@@ -316,19 +282,6 @@ def stacks_in_steps(module, out: Path) -> None:
     module.main(["table", str(out / "stacks_in_scripts.md")])
     text = (out / "stacks_in_scripts.md").read_text()
     assert "4 of 4; a lookup" in text
-
-
-def few_free_rows(module, monkeypatch) -> None:
-    monkeypatch.setattr(module, "CHOSEN_TASKS", module.CHOSEN_TASKS[:1])
-    monkeypatch.setattr(module, "FRESH_TASKS", module.FRESH_TASKS[:1])
-
-
-def free_rows_in_steps(module, out: Path) -> None:
-    module.main(["choose", str(out / "free_rows_chosen.csv")])
-    module.main(["measure", str(out / "free_rows.csv")])
-    module.main(["measure", str(out / "free_rows.csv")])  # goes on where it ended
-    assert len((out / "free_rows.csv").read_text().splitlines()) == 2
-    module.main(["table", str(out / "free_rows.md")])
 
 
 def few_characters(module, monkeypatch) -> None:
@@ -649,19 +602,6 @@ RUNS = {
         {"UPDATES": 2, "EVERY": 1, "SEEDS": 1, "UNITS": 8},
         few_characters,
     ),
-    "free_rows": Run(
-        {"free_rows.md": {"cells", "anchored", "it stands still"}},
-        {
-            "STEPS": 40,
-            "FORMATS": ("weights=bf16",),
-            "LEARNING_RATES": (1e-2,),
-            "SCHEDULES": ("falling",),
-            "CHOSEN_ON": (0,),
-            "FRESH": (1000,),
-        },
-        few_free_rows,
-        free_rows_in_steps,
-    ),
     "emulation": Run(
         {"emulation.md": {"gradients", "weights equal", "movement"}},
         {"SIZE": 16, "STEPS": 4},
@@ -670,7 +610,7 @@ RUNS = {
     "strangers": Run(
         {"strangers.md": {"the doctor, from seed 1", "lost", "the twin lost"}},
         {"FORMATS": ("weights=e4m3",)},
-        strangers_here,
+        stubbed_scripts,
         strangers_in_steps,
     ),
     "stacks_in_scripts": Run(
@@ -1160,6 +1100,35 @@ def test_outcomes_of_next_observations_are_said_in_words():
 def short_cartpole(monkeypatch):
     monkeypatch.setitem(rates.STEPS, "CartPole-v1", 2_048)
     return rates.Setting("CartPole-v1", 1e-3)
+
+
+FALLING = """
+import torch
+p = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([p], lr=0.125)
+for _ in range(4):
+    optimizer.zero_grad()
+    p.sum().backward()
+    optimizer.step()
+print(*p.tolist())
+"""
+
+
+def test_a_twin_of_a_script_goes_as_far_as_its_rates(tmp_path, capsys):
+    """By free rates if there are some, and by the last rate where float32 stood still."""
+    import twin
+
+    finding = {"place": "weights", "format": "bf16", "tensor_noise": [[0.0], [0.0]]}
+    (tmp_path / "script.py").write_text(FALLING)
+    for free, end in (([[0.5], [0.25]], 1 - 0.1875), ([[0.5], [None]], 1 - 0.25), ([], 1 - 0.5)):
+        findings = [finding | {"tensor_rates": [[1.0], [None]], "free_tensor_rates": free}]
+        report = {"optimizers": [{"steps": 4, "findings": findings}]}
+        (tmp_path / "report.json").write_text(json.dumps(report))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [])
+            patch.setattr(sys, "path", ["", *sys.path])
+            twin.main(["weights=bf16", str(tmp_path / "report.json"), str(tmp_path / "script.py")])
+        assert capsys.readouterr().out.split() == [str(end)] * 3
 
 
 def test_a_twin_at_the_rate_of_one_is_float32_and_at_another_it_is_that_learning_rate(

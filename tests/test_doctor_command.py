@@ -1,25 +1,23 @@
-"""`python -m fp8rl.doctor`: scripts train as they are, and what is said of them comes true."""
+"""`python -m fp8rl.doctor`: what it says of scripts and does to them, and what it refuses.
+
+The scripts run in this process. test_launcher.py has processes of their own.
+"""
 
 import json
-import os
 import re
 import runpy
-import signal
 import sys
-import time
+import traceback
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from helpers import PATIENCE, forked
 
 from fp8rl.bits.formats import format_of, rounded
 from fp8rl.bits.places import places_of
 from fp8rl.doctor import command as doctor
-from fp8rl.doctor import keep, run_script
-from fp8rl.doctor.report_file import REPORT_KIND, read_report
-from fp8rl.doctor.twin import rates_of
+from fp8rl.doctor import keep
+from fp8rl.doctor.attach import Attached
 from fp8rl.doctor.watch import WATCHED
 
 # A training as anybody may write it: two layers and a LayerNorm, Adam, a learning rate that falls.
@@ -55,20 +53,38 @@ def written(
     return path
 
 
+def code_of(path: Path, arguments: list[str]) -> int:
+    """Runs a script in this process. Returns its exit code."""
+    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
+        patch.setattr(sys, "argv", [str(path), *arguments])
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            return end.code
+        except Exception:
+            traceback.print_exc()
+            return 1
+    return 0
+
+
+def launched(options, arguments: list, report: Path | None = None) -> None:
+    """In place of `command.launch`."""
+    attached = Attached(options.command, json.loads(json.dumps(arguments)), report)
+    attached.attach()
+    with attached.context:
+        code = code_of(options.script, options.arguments)
+    sys.exit(code if attached.conclude() else code or 2)
+
+
 @pytest.fixture
-def run(capfd):
+def run(capfd, monkeypatch):
     """Runs the command in this process: its exit code, what the script prints, and the rest."""
+    monkeypatch.setattr(doctor, "launch", launched)
 
     def run(*arguments) -> tuple[int, str, str]:
-        with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
-            patch.setattr(sys, "argv", ["doctor"])
-            patch.setattr(sys, "path", [*sys.path])
-            patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-            patch.setattr(run_script, "wait_for_threads", lambda: None)  # or this process ends
-            with pytest.raises(SystemExit) as end:
-                doctor.main([*map(str, arguments)])
-        out, err = capfd.readouterr()
-        return end.value.code, out, err
+        with pytest.raises(SystemExit) as end:
+            doctor.main([*map(str, arguments)])
+        return end.value.code, *capfd.readouterr()
 
     return run
 
@@ -76,29 +92,10 @@ def run(capfd):
 @pytest.fixture
 def alone(capfd):
     """Runs a script by itself, in this process: its exit code, and what it prints."""
-
-    def alone(path: Path, *arguments) -> tuple[int, str]:
-        code = 0
-        with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
-            patch.setattr(sys, "argv", [str(path), *map(str, arguments)])
-            try:
-                runpy.run_path(str(path), run_name="__main__")
-            except SystemExit as end:
-                code = end.code
-        return code, capfd.readouterr().out
-
-    return alone
-
-
-def command_into(said: Path, *arguments) -> None:
-    """The command with a file as stdout and stderr, for `forked`."""
-    with said.open("w") as file:
-        os.dup2(file.fileno(), sys.stdout.fileno())
-        os.dup2(file.fileno(), sys.stderr.fileno())
-    doctor.main([*map(str, arguments)])
-
-
-in_a_fork = pytest.mark.xdist_group("forked")  # test_run_folder.py says why
+    return lambda path, *arguments: (
+        code_of(path, [*map(str, arguments)]),
+        capfd.readouterr().out,
+    )
 
 
 # Watch
@@ -174,52 +171,6 @@ def test_trainings_of_many_kinds(source, said, tmp_path, run):
     assert code == 0 and said in err
 
 
-def test_ctrl_c_in_a_script_is_no_traceback_and_there_is_a_report(tmp_path, run):
-    path = written(tmp_path, end="raise KeyboardInterrupt", updates=40)
-    code, _, err = run("watch", path, tmp_path / "a.pt")
-    assert code == 130 and "Traceback" not in err
-    assert err.startswith("fp8rl.doctor: the script was interrupted\n\nfp8rl.doctor:\noptimizer 0 ")
-
-
-FORKS = """
-import os, sys, torch
-p = torch.nn.Parameter(torch.ones(4))
-optimizer = torch.optim.Adam([p])
-p.sum().backward()
-if not os.fork():
-    optimizer.step()
-    sys.exit(7)
-os.wait()
-optimizer.step()
-"""
-
-
-@in_a_fork
-def test_a_fork_of_the_script_does_not_report(tmp_path):
-    (tmp_path / "script.py").write_text(FORKS)
-    process = forked(command_into, tmp_path / "said", "watch", tmp_path / "script.py")
-    process.join(PATIENCE)
-    said = (tmp_path / "said").read_text()
-    assert process.exitcode == 0 and said.count("fp8rl.doctor:") == 1, said
-
-
-@in_a_fork
-def test_a_signal_in_the_middle_of_a_training_leaves_a_report(tmp_path):
-    report, trained = tmp_path / "r.json", tmp_path / "trained"
-    end = f"open({str(trained)!r}, 'w').close()\nwhile True:\n    optimizer.step()"
-    script = written(tmp_path, end=end, updates=64)
-    words = ("watch", "--json", report, script, tmp_path / "a.pt")
-    process = forked(command_into, tmp_path / "said", *words)
-    waited = time.monotonic() + PATIENCE
-    while not trained.exists() and time.monotonic() < waited:
-        time.sleep(0.05)
-    process.terminate()
-    process.join(PATIENCE)
-    assert process.exitcode == -signal.SIGTERM
-    (optimizer,) = json.loads(report.read_text())["optimizers"]
-    assert optimizer["steps"] >= 64 and "weights=bf16: " in (tmp_path / "said").read_text()
-
-
 IN_A_THREAD = """
 import threading, torch
 
@@ -236,16 +187,6 @@ def train():
 thread = threading.Thread(target=train)
 {line}
 """
-
-
-@in_a_fork
-def test_a_training_in_a_thread_is_waited_for(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(IN_A_THREAD.format(line="thread.start()"))
-    process = forked(command_into, tmp_path / "said", "watch", script)
-    process.join(PATIENCE)
-    assert process.exitcode == 0
-    assert "optimizer 0 (Adam)\n  weights=bf16: " in (tmp_path / "said").read_text()
 
 
 @pytest.mark.parametrize("formats", ["forward=e2m1", "weights=bf16"])
@@ -297,8 +238,6 @@ def test_a_sweep_keeps_no_network_in_memory_and_its_last_training_is_reported(tm
     # Of those that are gone, nothing is kept that was measured
     assert [len(entry["tensors"]) for entry in optimizers] == [0, 0, 0, 3]
     assert optimizers[3]["tensors"][:2] == ["weight", "bias"]
-    code, _, err = run("twin", "weights=bf16", "--report", report, path)
-    assert code == 0 and err.count("was not judged: it trains as it is") == 3
 
 
 IN_A_FUNCTION = """
@@ -326,7 +265,6 @@ def test_optimizers_of_a_function_that_has_ended_are_reported(tmp_path, run):
     assert "optimizer 0 (Adam)\n  weights=bf16: " in err and "optimizer 1 (Adam)\n  weights" in err
     first, second = json.loads(report.read_text())["optimizers"]
     assert first["tensors"] == ["weight", "bias"] and second["shapes"] == [[1, 4], [1]]
-    assert run("twin", "weights=bf16", "--report", report, path)[0] == 0
 
 
 IN_BACKWARD = """
@@ -371,8 +309,6 @@ def test_a_step_within_the_backward_pass_has_one_report_with_the_names_of_tensor
     entries = json.loads(report.read_text())["optimizers"]
     names = {name for entry in entries for name in entry["tensors"]}
     assert names == {f"{i}.{x}" for i in (0, 2, 3, 4, 5) for x in ("weight", "bias")}
-    code, out, err = run("twin", "weights=bf16", "--report", report, path)
-    assert code == 0 and (0, out) != expected and "was not judged" not in err
     # Too few to be taken as one
     assert run("watch", in_backward(tmp_path, count=7, updates=2))[2].count("\noptimizer ") == 7
 
@@ -413,12 +349,11 @@ print(all(torch.equal(p, p.bfloat16().float()) for p in model.parameters()))
 
 
 def test_an_optimizer_in_a_wrapper_is_one_optimizer(tmp_path, run):
-    path, report = tmp_path / "script.py", tmp_path / "r.json"
+    path = tmp_path / "script.py"
     path.write_text(WRAPPED)
-    code, out, err = run("watch", "--json", report, path)
+    code, out, err = run("watch", path)
     assert (code, out) == (0, "False\n") and err.count("\noptimizer ") == 1
     assert "optimizer 0 (Adam)" in err and "  m=bf16: as float32" in err
-    assert run("twin", "weights=bf16", "--report", report, path)[0] == 0
     # Also what the wrapper changes after the step is kept in few bits
     assert run("keep", "weights=bf16", path)[1] == "True\n"
 
@@ -471,7 +406,7 @@ for update in range(80):
 """
 
 
-def test_tensors_that_are_unfrozen_later_have_findings_and_a_twin_leaves_them_out(tmp_path, run):
+def test_tensors_that_are_unfrozen_later_have_findings(tmp_path, run):
     path, report = tmp_path / "script.py", tmp_path / "r.json"
     path.write_text(GRADUAL_UNFREEZING)
     code, _, err = run("watch", "--sample", "4096", "--json", report, path)
@@ -485,11 +420,9 @@ def test_tensors_that_are_unfrozen_later_have_findings_and_a_twin_leaves_them_ou
     # All numbers are followed
     assert {*findings[0]["tensor_errors"].values()} == {*findings[-1]["tensor_errors"].values()}
     assert findings[0]["error"] == 0
-    code, _, err = run("twin", "weights=bf16", "--report", report, path)
-    assert code == 2 and "no weights=bf16 with a rate for each tensor: watch for longer" in err
 
 
-# Keep and twin
+# Keep
 
 
 def test_what_is_kept_is_what_was_asked(tmp_path, run, alone):
@@ -508,32 +441,6 @@ def test_what_is_kept_is_what_was_asked(tmp_path, run, alone):
         run("keep", "v=e2m1", path, tmp_path / "c.pt")
         coarse = torch.load(tmp_path / "c.pt")[0]
         assert not torch.allclose(coarse, kept[0], rtol=1e-4, atol=1e-6)
-
-
-def test_a_twin_goes_as_far_as_its_rate(tmp_path, run):
-    path = written(tmp_path, "SGD(model.parameters(), lr=1e-3)", updates=64)
-    run("watch", "--json", tmp_path / "r.json", path, tmp_path / "a.pt")
-    report = json.loads((tmp_path / "r.json").read_text())
-    start, whole = torch.load(tmp_path / "a.pt.start"), torch.load(tmp_path / "a.pt")
-    for rate in (0.0, 1.0):
-        for finding in report["optimizers"][0]["findings"]:
-            for name in ("tensor_rates", "free_tensor_rates"):
-                finding[name] = np.full_like(finding[name], rate, float).tolist()
-        (tmp_path / "changed.json").write_text(json.dumps(report))
-        twin = ("twin", "weights=bf16", "--report", tmp_path / "changed.json")
-        assert run(*twin, path, tmp_path / "b.pt")[0] == 0
-        for x, y, first in zip(torch.load(tmp_path / "b.pt"), whole, start, strict=True):
-            if rate == 0:  # the slowest rate there is: 1/1024
-                assert (x - first).norm() < 0.02 * (y - first).norm()
-            else:
-                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
-
-
-def test_a_twin_takes_free_rates_and_the_last_one_where_float32_stands_still():
-    finding = {"tensor_rates": [[0.5, None], [None, 0.25], [None, None]]}
-    assert rates_of(finding).tolist() == [[0.5, 1.0], [0.5, 0.25], [0.5, 0.25]]
-    free = {"free_tensor_rates": [[0.0, 0.125], [0.0, None], [None, 0.5]]}
-    assert rates_of(finding | free).tolist() == [[0.0, 0.125], [0.0, 0.125], [0.0, 0.5]]
 
 
 # Weights of 1 to 2 are nearly right and gradients are mostly noise, as in a finetuning. The learning
@@ -563,11 +470,10 @@ def test_few_bits_that_learn_better_do_so_because_the_learning_rate_was_too_high
     (found,) = json.loads(report.read_text())["optimizers"][0]["findings"]
     assert found["verdict"] == "slower" and 0.1 < found["rate"] < 0.4
     _, kept, _ = run("keep", "weights=bf16", path)
-    _, twin, _ = run("twin", "weights=bf16", "--report", report, path)
     path.write_text(FINETUNING.format(learning_rate=7e-3 * found["rate"]))
     _, lower = alone(path)
     assert float(kept) < 0.7 * float(exact)  # bfloat16 is better than float32 at this learning rate
-    assert max(float(twin), float(lower)) < float(kept)  # and float32 at the rate's is better still
+    assert float(lower) < float(kept)  # and float32 at the rate's is better still
 
 
 # A script that sets torch's default type or device before its steps, or between them
@@ -628,22 +534,17 @@ def test_a_default_device_changes_nothing(optimizer, setting, formats, tmp_path,
     results = []
     for lines in (setting, NO_DEFAULT):
         script.write_text(DEFAULTS.format(optimizer=optimizer, **lines))
-        report = tmp_path / f"{len(results)}.json"
-        watched = run("watch", "--json", report, script)
-        twin = run("twin", "weights=bf16:stochastic", "--report", report, script)
-        results.append((watched, twin, run("keep", formats, script)))
+        results.append((run("watch", script), run("keep", formats, script)))
         torch.set_default_device(None)
     assert results[0] == results[1] and "weights=bf16: " in results[0][0][2]
-    assert [code for code, *_ in results[0]] == [0, 0, 0]
+    assert [code for code, *_ in results[0]] == [0, 0]
 
 
-# What is refused before the script starts. In the folder are script.py, report.json (of a training
-# in which m=bf16 was judged), exists.json and other.json.
+# What is refused before the script starts. In the folder are script.py and exists.json.
 REFUSED = {
     "wach script.py": "argument COMMAND: invalid choice: 'wach'",
     "script.py": "argument COMMAND: invalid choice: 'script.py'",
     "watch": "the following arguments are required: script",
-    "twin weights=bf16 script.py": "the following arguments are required: --report",
     "mismatch": "the following arguments are required: dump",
     "watch --jsno a script.py": "unrecognized arguments: --jsno",
     "mismatch --klip=1 a.npz": "unrecognized arguments: --klip=1",
@@ -657,24 +558,18 @@ REFUSED = {
     "watch --formats m=bf16=m=bf16 script.py": "formats is 'm=bf16 m=bf16'",
     "watch --json exists.json script.py": "json is exists.json, which exists",
     "watch none.py": "script is none.py: there is no such file",
-    "watch folder": "script is folder, which is a folder",
     "watch a/b.ipynb --lr 1": "script is a/b.ipynb, which is a notebook: .*nbconvert --to script a",
     "keep v=bf16 B.IPYNB": "script is B.IPYNB, which is a notebook",
-    "twin m=bf16 --report report.json b.ipynb": "script is b.ipynb, which is a notebook",
-    "watch script.py/a.py": "script is script.py/a.py, which cannot be read: Not a directory",
+    "watch script.py/a.py": "script is script.py/a.py: there is no such file",
+    "watch --json no/a.json script.py": "json is no/a.json, which cannot be written: No such file",
+    "watch --json folder script.py": "json is folder, which exists",
+    "watch --quiet script.py": "unrecognized arguments: --quiet",
     "watch -m no.module": "module is no.module: there is no such module",
-    "watch -m json.tol": "module is json.tol: there is no such module",
-    "watch -m .json": "module is .json: write its whole name",
-    "watch -m json": "module is json, which is a package: name a module in it",
+    "watch -m .json": "module is .json: there is no such module",
     "keep targets=bf16 script.py": "formats has the place 'targets'",
     "keep = script.py": "formats is empty",
-    "twin weights=e8m1 --report report.json script.py": "report has no weights=e8m1 .* m=bf16",
-    "twin m=bf16 --report other.json script.py": "report is other.json, which .* did not write",
-    "twin m=bf16 --report none.json script.py": "report is none.json, which cannot be read",
+    "twin m=bf16 script.py": "argument COMMAND: invalid choice: 'twin'",
 }
-FINDING = {"place": "m", "format": "bf16", "tensor_rates": [[1.0]], "tensor_noise": []}
-OPTIMIZER = {"name": "a", "steps": 3, "tensors": ["w"], "shapes": [[2]], "findings": [FINDING]}
-REPORT = {"kind": REPORT_KIND, "notes": [], "optimizers": [OPTIMIZER]}
 
 
 @pytest.mark.parametrize("words", REFUSED)
@@ -684,57 +579,25 @@ def test_a_wrong_command_is_refused_in_one_line_before_the_script_starts(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "script.py").write_text("print('started')")
-    (tmp_path / "report.json").write_text(json.dumps(REPORT))
     (tmp_path / "exists.json").write_text("precious")
-    (tmp_path / "other.json").write_text('{"kind": 1}')
     # A word with more than one entry is written with = between them here, and "=" is none at all
     arguments = {"m=bf16=m=bf16": "m=bf16 m=bf16", "=": ""}
     code, out, err = run(*[arguments.get(word, word) for word in words.split()])
     assert (code, out) == (2, "") and err.count("\n") == 1
     assert re.match(f"fp8rl.doctor: {REFUSED[words]}", err), err
     assert (tmp_path / "exists.json").read_text() == "precious"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"steps": "x"},
-        {"findings": [FINDING | {"tensor_rates": [[1.0, 2.0]]}]},
-        {"findings": [FINDING | {"tensor_rates": "x"}]},
-        {"findings": [FINDING | {"free_tensor_rates": [[1.0, 2.0]]}]},
-        {"findings": [FINDING | {"free_tensor_rates": [[1.0], [1.0]]}]},
-        {"findings": [{}]},
-        {"findings": 3},
-    ],
-    ids=str,
-)
-def test_a_report_that_anybody_may_have_changed_is_not_trusted(change, tmp_path):
-    path = tmp_path / "report.json"
-    path.write_text(json.dumps(REPORT))
-    assert read_report(path)["optimizers"][0]["steps"] == 3
-    path.write_text(json.dumps(REPORT | {"optimizers": [OPTIMIZER | change]}))
-    with pytest.raises(doctor.Refusal, match=r"^report is .* did not write"):
-        read_report(path)
-
-
-def test_an_error_of_a_package_around_a_module_is_the_package_s_own(tmp_path, run, monkeypatch):
-    (tmp_path / "around").mkdir()
-    (tmp_path / "around" / "__init__.py").write_text("import a_package_that_is_missing")
-    monkeypatch.syspath_prepend(tmp_path)
-    code, _, err = run("watch", "-m", "around.train")
-    assert code == 1 and "No module named 'a_package_that_is_missing'" in err
-    assert "importlib" not in err and "run_script.py" not in err
+    assert len([*tmp_path.iterdir()]) == 3
 
 
 def test_a_report_that_cannot_be_written_is_named(tmp_path, run):
-    """Though it was reserved: the script removes the folder."""
+    """The script removes its folder."""
     path = tmp_path / "script.py"
     path.write_text("import shutil, sys; shutil.rmtree(sys.argv[1])")
     (tmp_path / "folder").mkdir()
     report = tmp_path / "folder" / "r.json"
     code, _, err = run("watch", "--json", report, path, tmp_path / "folder")
     last = f"fp8rl.doctor: json is {report}, which cannot be written: No such file or directory\n"
-    assert code == 2 and err.endswith(f"there is nothing to judge\n{last}")
+    assert code == 2 and "nothing to judge" in err and err.endswith(last)
 
 
 # What is refused in the middle of a training
@@ -755,7 +618,6 @@ for update in range(40):
         pass
 print("trained")
 """
-ANOTHER = "report is .*, of another training: optimizer 0"
 
 
 def skipping(path: Path, caught="Exception", width=4, optimizer="Adam(model.parameters()") -> Path:
@@ -766,16 +628,13 @@ def skipping(path: Path, caught="Exception", width=4, optimizer="Adam(model.para
 def test_a_script_that_catches_errors_does_not_train_on_as_if_nothing_was_wrong(
     tmp_path, run, monkeypatch
 ):
-    report, script = tmp_path / "r.json", tmp_path / "script.py"
-    assert run("watch", "--json", report, skipping(script))[0] == 0
+    script = tmp_path / "script.py"
 
     def assert_refused(message: str, *words) -> None:
         code, out, err = run(*words, script)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert re.match(f"fp8rl.doctor: {message}", err), err
 
-    skipping(script, width=5)
-    assert_refused(ANOTHER, "twin", "weights=bf16", "--report", report)
     skipping(script, optimizer="Adam(model.parameters(), amsgrad=True")
     assert_refused("keep can round moments only of Adam without amsgrad", "keep", "v=e5m2")
 
@@ -787,22 +646,8 @@ def test_a_script_that_catches_errors_does_not_train_on_as_if_nothing_was_wrong(
     assert_refused(message, "keep", "weights=bf16")
 
 
-@in_a_fork
-def test_nor_does_one_that_catches_everything(tmp_path, run):
-    report, script = tmp_path / "r.json", tmp_path / "script.py"
-    run("watch", "--json", report, skipping(script))
-    skipping(script, "BaseException", width=5)
-    words = ("twin", "weights=bf16", "--report", report, script)
-    process = forked(command_into, tmp_path / "said", *words)
-    process.join(PATIENCE)
-    said = (tmp_path / "said").read_text()
-    assert process.exitcode == 2 and said.count("\n") == 1
-    assert re.match(f"fp8rl.doctor: {ANOTHER}", said), said
-
-
-def test_a_place_that_was_not_kept_and_a_twin_without_rates_are_named(tmp_path, run):
-    report, script = tmp_path / "r.json", skipping(tmp_path / "script.py")
-    run("watch", "--json", report, script)
+def test_a_place_that_was_not_kept_is_named(tmp_path, run):
+    script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(optimizer="SGD(model.parameters(), 0.1)", end="", updates=1))
     code, _, err = run("keep", "v=bf16", script, tmp_path / "a.pt")
     assert code == 2 and "v was not kept: only Adam and AdamW have it" in err
@@ -812,10 +657,3 @@ def test_a_place_that_was_not_kept_and_a_twin_without_rates_are_named(tmp_path, 
     )
     code, _, err = run("keep", "forward=bf16", script)
     assert code == 2 and "forward was not kept: the script has no matmul" in err
-    script.write_text("import torch")
-    code, _, err = run("twin", "weights=bf16", "--report", report, script)
-    assert code == 2 and "no optimizer of torch made a step: nothing was changed" in err
-    report.unlink()
-    run("watch", "--json", report, script)
-    code, _, err = run("twin", "weights=bf16", "--report", report, script)
-    assert code == 2 and "no weights=bf16 with a rate for each tensor: watch for longer" in err

@@ -79,14 +79,14 @@ def test_the_doctor_explains_itself_without_any_package(capsys):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == printed(capsys, doctor_command.main, ["--help"])
-    for command in ("watch", "keep", "twin", "compare", "mismatch"):
+    for command in ("watch", "keep", "compare", "mismatch"):
         assert f"\n  python -m fp8rl.doctor {command} " in done.stdout
         assert "--help" in printed(capsys, doctor_command.main, [command, "--help"])
 
 
 def test_the_doctor_names_a_package_that_is_missing():
     done = subprocess.run(
-        [sys.executable, "-S", "-m", "fp8rl.doctor", "watch", "train.py"],
+        [sys.executable, "-S", "-m", "fp8rl.doctor", "watch", "tests/test_help.py"],
         cwd=CLONE,
         capture_output=True,
         text=True,

@@ -4,48 +4,40 @@ It works with any PyTorch script, unchanged:
 
     python -m fp8rl.doctor watch [--json FILE] script.py --its --own arguments
     python -m fp8rl.doctor keep weights=bf16 script.py ...
-    python -m fp8rl.doctor twin weights=bf16 --report FILE script.py ...
     python -m fp8rl.doctor compare weights=bf16 v=bf16 --metric "loss (\\S+)" script.py ...
     python -m fp8rl.doctor mismatch dump.npz
 
 `watch` lets the script train in float32, as it always does. At the end it reports, on stderr and
 for each place that could be kept in few bits, at which factor of the learning rate the script would
-then learn. `keep` runs the same training with a place really kept in few bits. `twin` trains in
-float32, at a learning rate that is multiplied by the factor that `watch` has measured. So one can
-predict what few bits do, and then see it. watch.py, keep.py and twin.py have the
-hooks that do so.
+then learn. `keep` runs the same training with a place really kept in few bits. watch.py and keep.py
+have the hooks that do so.
 
-`compare` runs the script under `watch` and under `keep`, each in a process of its own, and puts
-what was said beside what happened (compare.py).
+`compare` runs the script under `watch` and under `keep`, and puts what was said beside what
+happened (compare.py).
 
 `mismatch` reads a learner's and an actor's log-probabilities of the same tokens and says whether
 they differ by rounding or by a bug (doctor/mismatch.py). With `--like trl` it also says what that
 stack would do with the tokens (doctor/stack_rules.py).
 
-A module is run with `-m`, as in `watch -m package.train`. The script runs as Python would run it
-(run_script.py). Everything in the command is checked before it starts, without torch and NumPy, so
-that the script is the one that imports them. The order at the end is:
+A module is run with `-m`, as in `watch -m package.train`. Everything in the command is checked
+here, without torch and NumPy. Then this process becomes that of `python script.py` (`launch`), in
+which attach.py brings in the doctor.
 
-    1. an error of the script goes to sys.excepthook
-    2. the script's threads end, but for daemons
-    3. the doctor reports
-    4. the script's handlers of atexit run
-
-The script's output and exit code do not change, but for two exit codes: 2 if what was asked for
-could not be done, and 130 after Ctrl-C. If SIGTERM or SIGHUP ends the script, `watch` reports on
-the steps so far. There is no report for a script that ends by os._exit or another signal.
+The script's output and exit code do not change, but for exit code 2 if what was asked for could not
+be done. If SIGTERM or SIGHUP ends the script, `watch` reports on the steps so far. There is no
+report for a script that ends by os._exit, another signal, or another program in its place.
 """
 
 import argparse
-import contextlib
 import importlib.util
 import itertools
 import json
-import math
 import os
+import re
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from ..bits.notation import (
     OF_BLOCKS,
@@ -58,59 +50,24 @@ from ..bits.notation import (
     check_tolerance,
     read_entries,
 )
+from .output import (
+    Refusal,
+    check_report_can_be_written,
+    first_line,
+    print_out,
+    say,
+    write_report,
+)
 from ..bits.catalogue import catalogue_as_text, is_real, read_real_optimizer, split_real
-from .report_file import NO_STEP, ReportFile, read_report, report_as_json, require_rates
-from .run_script import AfterImport, Refusal, Target, before_termination, first_line, print_out, say
 
 EXAMPLES = """\
 examples:
   python -m fp8rl.doctor watch --json report.json train.py --lr 1e-3
   python -m fp8rl.doctor keep weights=bf16 train.py --lr 1e-3
-  python -m fp8rl.doctor twin weights=bf16 --report report.json train.py --lr 1e-3
   python -m fp8rl.doctor compare weights=bf16 v=bf16 --metric "loss (\\S+)" train.py --lr 1e-3
   python -m fp8rl.doctor mismatch dump.npz
 
 Write -m before a module, as in watch -m package.train."""
-
-
-class Attached:
-    """A context in which hooks are attached to torch's optimizers, as soon as the script has
-    imported torch.
-
-    `kind`       Watch, Keep or Twin, each in the file of its name
-    `arguments`  arguments of its constructor
-
-    `hooks` is None as long as the script has not imported torch.
-    """
-
-    def __init__(self, kind: str, *arguments):
-        if importlib.util.find_spec("numpy") is None:
-            raise Refusal("the package numpy is missing: pip install numpy")
-        self.kind = kind
-        self.arguments = arguments
-        self.process = os.getpid()
-        self.hooks = None
-        self.context = contextlib.ExitStack()
-
-    def __enter__(self) -> "Attached":
-        self.context.enter_context(AfterImport("torch", self.attach))
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.context.close()
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this is the process of the command, and no fork of the script."""
-        return os.getpid() == self.process
-
-    def attach(self) -> None:
-        """Makes the hooks, right after the script has imported torch."""
-        if not self.is_here:
-            return
-        module = importlib.import_module(f".{self.kind.lower()}", __package__)
-        self.hooks = getattr(module, self.kind)(*self.arguments)
-        self.context.enter_context(self.hooks.installed())
 
 
 class PrintCatalogue(argparse.Action):
@@ -128,8 +85,8 @@ class Parser(argparse.ArgumentParser):
         raise Refusal(f"{message} (see {self.prog} --help)")
 
 
-def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
-    """The options of the command, and the script to run. `mismatch` has no script.
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The options of the command.
 
     Options of the command come before the script, and arguments of the script after it.
     """
@@ -145,10 +102,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
         "factor of its learning rate it would learn with each place in each format.",
         "keep": "Run a script with places kept in few bits, or with a real optimizer in place of "
         "its own.",
-        "twin": "Run a script in float32, with the learning rate of each tensor multiplied by the "
-        "factor that `watch` has measured for one place and format.",
         "compare": "Train a script in float32 and with each format really kept, and say whether "
-        "what `watch` has said came true. The results are a table and a picture in a folder. The "
+        "what `watch` has said came true. The logs are kept in the folder compare-SCRIPT, so the "
         "same command goes on where it was stopped.",
         "mismatch": "Compare a learner's and an actor's log-probabilities of the same tokens: do "
         "they differ by rounding or by a bug?",
@@ -165,9 +120,6 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
         help="list the real optimizers that --formats may name, and what is installed",
     )
     watch.add_argument("--json", type=Path, metavar="FILE", help="also write the report to a file")
-    watch.add_argument(
-        "--quiet", action="store_true", help="write the report to the file of --json alone"
-    )
     watch.add_argument(
         "--formats",
         metavar="TEXT",
@@ -201,28 +153,29 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
         help="places and formats, as in 'weights=bf16' or 'weights=bf16 v=e5m2', or a real "
         "optimizer, as in model=bf16 or optimizer=torchao-8bit (see watch --list)",
     )
-    twin = commands.add_parser(
-        "twin",
-        help="train in float32 at the learning rates that `watch` predicts",
-        description=explanations["twin"],
-    )
-    twin.add_argument("format", help="one place and format of the report, as in weights=bf16")
-    twin.add_argument(
-        "--report",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="the file that `watch --json` wrote",
-    )
     comparison = commands.add_parser(
         "compare",
-        help="does what `watch` says come true? A table and a picture",
+        help="does what `watch` says come true? A table",
         description=explanations["compare"],
         usage=COMPARE_USAGE,
         allow_abbrev=False,
     )
-    add_compare_options(comparison)
-    for command in (watch, keep, twin, comparison):
+    comparison.add_argument(
+        "--metric",
+        required=True,
+        metavar="REGEX",
+        help="how a number is found in the script's output, such as 'loss (\\S+)': what the group "
+        "finds or, without a group, all of it",
+    )
+    comparison.add_argument(
+        "--seeds",
+        type=seeds_of,
+        default=(),
+        metavar="SEED,...",
+        help="train once with each seed, as in --seeds 1,2,3. It stands for {seed} in the script's "
+        "arguments; without a {seed}, they get --seed SEED",
+    )
+    for command in (watch, keep, comparison):
         command.add_argument(
             "-m", dest="is_module", action="store_true", help="run a module instead of a script"
         )
@@ -271,117 +224,17 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
     formats = []
     if arguments[:1] == ["compare"]:
         formats, others = split_formats(arguments[1:])
-        arguments = ["compare", *with_values_attached(others)]
+        arguments = ["compare", *others]
     options = parser.parse_args(arguments or ["--help"])
     if options.command == "compare":
         options.formats = formats
-    if options.command == "mismatch":
-        return options, None
-    if options.script.lower().endswith(".ipynb") and not options.is_module:
-        raise Refusal(
-            f"script is {options.script}, which is a notebook: run the script that "
-            f"`jupyter nbconvert --to script {options.script}` writes"
-        )
-    return options, Target(options.script, options.arguments, options.is_module)
+    if options.command != "mismatch":
+        check_script(options)
+    return options
 
 
 COMPARE_USAGE = """\
 python -m fp8rl.doctor compare FORMAT [FORMAT ...] --metric REGEX [options] [-m] script ..."""
-VALUES = {  # the options of `compare` that have values, and how many
-    "--metric": 1,
-    "--last": 1,
-    "--start": 1,
-    "--step": 1,
-    "--loss": 1,
-    "--seed-argument": 1,
-    "--folder": 1,
-    "--jobs": 1,
-    "--tolerates": 2,
-}
-
-
-def add_compare_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `compare`. Its formats stand before them (`split_formats`)."""
-    parser.add_argument(
-        "--metric",
-        required=True,
-        metavar="REGEX",
-        help="how a number is found in the script's output, such as 'loss (\\S+)': what the group "
-        "finds or, without a group, all of it. The outcome of a training is the last number",
-    )
-    parser.add_argument(
-        "--last",
-        type=int,
-        default=1,
-        metavar="N",
-        help="the outcome is the mean of the last N numbers (default: 1)",
-    )
-    parser.add_argument(
-        "--start",
-        type=float,
-        metavar="NUMBER",
-        help="the metric before training (default: its first finite number)",
-    )
-    parser.add_argument(
-        "--step",
-        metavar="REGEX",
-        help="how the number of steps is found, such as 'global_step=(\\d+)', for the picture's "
-        "horizontal axis (default: the metric is taken to be printed at equal distances)",
-    )
-    direction = parser.add_mutually_exclusive_group()
-    direction.add_argument(
-        "--higher",
-        action="store_const",
-        const=True,
-        default=None,
-        help="more is better (default: the direction in which float32 moves the metric)",
-    )
-    direction.add_argument(
-        "--lower",
-        dest="higher",
-        action="store_const",
-        const=False,
-        default=None,
-        help="less is better",
-    )
-    parser.add_argument(
-        "--loss",
-        type=float,
-        default=0.1,
-        metavar="SHARE",
-        help="a format is worse if it loses more than this share of what float32 gains "
-        "(default: 0.1)",
-    )
-    parser.add_argument(
-        "--seeds",
-        type=seeds_of,
-        default=(),
-        metavar="SEED ...",
-        help="train once with each seed, as in --seeds 1 2 3",
-    )
-    parser.add_argument(
-        "--seed-argument",
-        default="",
-        metavar="NAME",
-        help="the script's argument for a seed: --seed gives --seed 1, and seed= gives seed=1",
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        metavar="DIR",
-        help="where logs, table and picture go (default: compare-SCRIPT)",
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="trainings at once (default: 1)"
-    )
-    parser.add_argument(
-        "--tolerates",
-        type=float,
-        nargs=2,
-        default=TOLERATES,
-        metavar=("LOW", "HIGH"),
-        help="as for watch (default: {} {})".format(*TOLERATES),
-    )
 
 
 def split_formats(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -393,93 +246,80 @@ def split_formats(arguments: list[str]) -> tuple[list[str], list[str]]:
     return [" ".join(text.split()) for text in formats], arguments[len(formats) :]
 
 
-def with_values_attached(arguments: list[str]) -> list[str]:
-    """The arguments of `compare`, with the values of its options after an equals sign.
-
-    argparse takes a value that begins with a dash, such as --seed-argument --seed, for another
-    option, and a script after --seeds 1 2 3 for one more seed. The arguments of the script stay as
-    they are.
-    """
-    words: list[str] = []
-    left = list(arguments)
-    while left and left[0].startswith("-"):
-        option = left.pop(0)
-        if option == "--seeds":
-            seeds = list(itertools.takewhile(is_whole_number, left))
-            words.append(f"{option}={' '.join(seeds)}")
-            del left[: len(seeds)]
-        elif VALUES.get(option) == 1 and left:
-            words.append(f"{option}={left.pop(0)}")
-        else:
-            count = VALUES.get(option, 0)
-            words += [option, *left[:count]]
-            del left[:count]
-    return words + left
-
-
-def is_whole_number(text: str) -> bool:
-    return text.removeprefix("-").isdecimal()
-
-
 def seeds_of(text: str) -> tuple[int, ...]:
-    """The seeds of a text such as "1 2 3"."""
-    seeds = tuple(map(int, text.split()))
+    """The seeds of a text such as "1,2,3"."""
+    seeds = tuple(map(int, text.replace(",", " ").split()))
     if not seeds or len({*seeds}) < len(seeds):
-        raise argparse.ArgumentTypeError("give whole numbers, each once, as in --seeds 1 2 3")
+        raise argparse.ArgumentTypeError("give whole numbers, each once, as in --seeds 1,2,3")
     return seeds
 
 
-def run_watch(options: argparse.Namespace, target: Target) -> int:
-    """Runs a script that trains in float32, and reports on stderr. Returns its exit code."""
-    if options.quiet and not options.json:
-        raise Refusal("quiet needs a file for the report: add --json FILE")
-    attached = Attached(
-        "Watch",
-        formats_to_watch(options.formats),
-        check_tolerance(options.tolerates),
-        check_sample(options.sample),
-    )
-    reports = os.environ.get("RANK", "0") == "0"  # only the first rank of torchrun reports
-    file = ReportFile(options.json) if options.json and reports else None
+def check_script(options: argparse.Namespace) -> None:
+    """Raises Refusal for a script or module that is not there, and for a notebook."""
+    name = options.script
+    if options.is_module:
+        if name.startswith(".") or importlib.util.find_spec(name.partition(".")[0]) is None:
+            raise Refusal(f"module is {name}: there is no such module")
+    elif name.lower().endswith(".ipynb"):
+        raise Refusal(
+            f"script is {name}, which is a notebook: run the script that "
+            f"`jupyter nbconvert --to script {name}` writes"
+        )
+    elif not Path(name).exists():
+        raise Refusal(f"script is {name}: there is no such file")
 
-    def report() -> None:
-        if attached.hooks is None:
-            notes = [f"{NO_STEP}: there is nothing to judge"]
-            text, content = notes[0], report_as_json([], notes)
-        else:
-            findings = attached.hooks.report()
-            text, content = str(findings), attached.hooks.to_json(findings)
-        try:
-            if file:
-                file.write(content)
-        finally:
-            if not options.quiet:
-                say(f"\nfp8rl.doctor:\n{text}")
 
-    def report_so_far() -> None:
-        if not (reports and attached.is_here):
-            return
-        try:
-            report()
-        except Exception as error:  # perhaps in the middle of a step
-            say(f"fp8rl.doctor: there is no report: {first_line(error)}")
-            if file:
-                file.give_up()
+BOOTSTRAP = Path(__file__).parent / "bootstrap"
 
-    try:
-        with attached, before_termination(report_so_far):
-            code = target.exit_code()
-        if reports and attached.is_here:
-            report()
-    finally:
-        if file and attached.is_here:
-            file.give_up()
-    return code
+
+def launch(options: argparse.Namespace, arguments: dict, report: Path | None = None) -> NoReturn:
+    """Runs the script in place of this process, with the doctor in it.
+
+    Python imports bootstrap/sitecustomize.py before it runs the script. `arguments` are those of
+    Doctor or Keep, and `report` is the file of --json.
+    """
+    if importlib.util.find_spec("numpy") is None:
+        raise Refusal("the package numpy is missing: pip install numpy")
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        raise Refusal("Python's options -E, -I and -S keep the doctor out: leave them out")
+    doctor = {
+        "command": options.command,
+        "arguments": arguments,
+        "json": str(report.absolute()) if report else None,
+    }
+    paths = os.environ.get("PYTHONPATH")
+    attached = {"doctor": doctor, "package": str(BOOTSTRAP.parents[2]), "PYTHONPATH": paths}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(BOOTSTRAP), paths))),
+        "FP8RL_DOCTOR": json.dumps(attached),
+    }
+    script = ["-m", options.script] if options.is_module else [options.script]
+    words = [sys.executable, *options_of_python(), *script, *options.arguments]
+    os.execve(sys.executable, words, environment)
+
+
+def options_of_python() -> list[str]:
+    """The options with which Python runs this command, such as -u in `python -u -m
+    fp8rl.doctor`."""
+    words = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
+    # At the end of them is -m with the name of this package, in one word or in two
+    return words[:-2] if words[-2:-1] == ["-m"] else words[:-1]
+
+
+def run_watch(options: argparse.Namespace) -> NoReturn:
+    """Runs a script that trains in float32, which reports on stderr."""
+    formats = formats_to_watch(options.formats)
+    tolerates = check_tolerance(options.tolerates)
+    if options.json:
+        check_report_can_be_written(options.json)
+    sample = check_sample(options.sample)
+    arguments = {"formats": formats, "tolerates": tolerates, "sample": sample}
+    launch(options, arguments, options.json)
 
 
 def formats_to_watch(text: str | None) -> tuple[str, ...]:
     """The places and formats that --formats names; none if it is not given, which means those that
-    `Watch` judges by itself. Raises ValueError or Refusal for what it cannot judge."""
+    `Doctor` judges by itself. Raises ValueError or Refusal for what it cannot judge."""
     if text is None:
         return ()
     formats = tuple(text.split())
@@ -503,12 +343,10 @@ def formats_to_watch(text: str | None) -> tuple[str, ...]:
     return formats
 
 
-def run_keep(options: argparse.Namespace, target: Target) -> int:
-    """Runs a script with places kept in few bits. Returns its exit code (`code_of_change`)."""
+def run_keep(options: argparse.Namespace) -> NoReturn:
+    """Runs a script with places kept in few bits."""
     check_formats_to_keep(options.formats)
-    with Attached("Keep", options.formats) as attached:
-        code = target.exit_code()
-    return code_of_change(attached, code)
+    launch(options, {"formats": options.formats})
 
 
 def check_formats_to_keep(text: str) -> None:
@@ -527,56 +365,36 @@ def check_formats_to_keep(text: str) -> None:
             )
 
 
-def run_twin(options: argparse.Namespace, target: Target) -> int:
-    """Runs a script at the learning rates of a report. Returns its exit code
-    (`code_of_change`)."""
-    report = read_report(options.report)
-    require_rates(report, options.format)
-    with Attached("Twin", options.format, report, options.report) as attached:
-        code = target.exit_code()
-    return code_of_change(attached, code)
-
-
-def run_compare(options: argparse.Namespace, target: Target) -> int:
+def run_compare(options: argparse.Namespace) -> int:
     """Runs a script in float32 and with each format, and prints a table. Returns the exit code
     (`compare`)."""
     from .compare import Comparison, compare
-    from .compare_table import Reading, check_pattern
 
     check_arms(options.formats)
-    check_pattern("metric", options.metric)
-    if options.step is not None:
-        check_pattern("step", options.step)
-    comparison = Comparison(
-        formats=tuple(options.formats),
-        target=target,
-        reading=Reading(
+    check_pattern(options.metric)
+    return compare(
+        Comparison(
+            formats=tuple(options.formats),
             metric=options.metric,
             seeds=options.seeds,
-            last=options.last,
-            start=options.start,
-            higher=options.higher,
-            loss=options.loss,
-            step=options.step,
-        ),
-        seed_argument=options.seed_argument,
-        tolerates=check_tolerance(options.tolerates),
+            script=options.script,
+            arguments=tuple(options.arguments),
+            is_module=options.is_module,
+        )
     )
-    if options.seeds and not options.seed_argument:
-        raise Refusal("seeds need a name: add the script's argument, as in --seed-argument --seed")
-    if options.seed_argument and not options.seeds:
-        raise Refusal("seed-argument needs seeds: add them, as in --seeds 1 2 3")
-    for name, count in (("last", options.last), ("jobs", options.jobs)):
-        if count < 1:
-            raise Refusal(f"{name} is {count}: use at least 1")
-    if not 0 <= options.loss < math.inf:
-        raise Refusal(f"loss is {options.loss}: use a share of float32's gain, such as 0.1")
-    if not math.isfinite(options.start or 0):
-        raise Refusal(f"start is {options.start}: use a finite number")
-    if not target.is_module and not Path(target.name).is_file():
-        raise Refusal(f"script is {target.name}: there is no such file")
-    name = target.name if target.is_module else Path(target.name).stem
-    return compare(comparison, options.folder or Path(f"compare-{name}"), options.jobs)
+
+
+def check_pattern(metric: str) -> None:
+    """Raises Refusal unless a text is a regular expression with at most one group."""
+    try:
+        groups = re.compile(metric).groups
+    except re.error as error:
+        raise Refusal(f"metric is {metric!r}, which is no regular expression: {error}") from error
+    if groups > 1:
+        raise Refusal(
+            f"metric is {metric!r}, which has {groups} groups: leave one, around the number, "
+            "and write others as (?:...)"
+        )
 
 
 def check_arms(arms: list[str]) -> None:
@@ -597,24 +415,6 @@ def check_arms(arms: list[str]) -> None:
         known.append({*arm.split()})
 
 
-def code_of_change(attached: Attached, code: int) -> int:
-    """The exit code of a script whose training `keep` or `twin` has changed: its own, or 2 if its
-    training was not, or not wholly, what was asked for. Says on stderr why."""
-    if not attached.is_here:
-        return code
-    if attached.hooks is None:
-        say(f"fp8rl.doctor: {NO_STEP}: nothing was changed")
-        return code if code % 256 else 2
-    if attached.hooks.refusal:  # which has been printed
-        return 2
-    for note in attached.hooks.notes:
-        say(f"fp8rl.doctor: {note}")
-    if complaint := attached.hooks.complaint():
-        say(f"fp8rl.doctor: {complaint}")
-        return code if code % 256 else 2
-    return code
-
-
 def number_or_word(text: str) -> float | str:
     try:
         return float(text)
@@ -622,7 +422,7 @@ def number_or_word(text: str) -> float | str:
         return text
 
 
-def run_mismatch(options: argparse.Namespace, target: None) -> int:
+def run_mismatch(options: argparse.Namespace) -> int:
     """Prints the report on a dump of log-probabilities to stdout."""
     # Ctrl-C during the imports ends the program without a traceback
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -631,6 +431,8 @@ def run_mismatch(options: argparse.Namespace, target: None) -> int:
     from .stack_rules import like
 
     signal.signal(signal.SIGINT, on_interrupt)
+    if options.json:
+        check_report_can_be_written(options.json)
     dump = read_dump(options.dump)
     report = mismatch(
         **dump,
@@ -646,26 +448,25 @@ def run_mismatch(options: argparse.Namespace, target: None) -> int:
         text = json.dumps(json.loads(text) | {"like": stack_report.as_dict()}, indent=2)
         lines.append(str(stack_report))
     if options.json:
-        ReportFile(options.json).write(text)
+        write_report(options.json, text)
     print_out("\n".join(lines))
     return 0
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> NoReturn:
     commands = {
         "watch": run_watch,
         "keep": run_keep,
-        "twin": run_twin,
         "compare": run_compare,
         "mismatch": run_mismatch,
     }
     try:
-        options, target = parse(sys.argv[1:] if arguments is None else arguments)
-        code = commands[options.command](options, target)
-    except (Refusal, ValueError) as error:
+        options = parse(sys.argv[1:] if arguments is None else arguments)
+        code = commands[options.command](options)
+    except (Refusal, ValueError, OSError) as error:
         say(f"fp8rl.doctor: {first_line(error)}")
         code = 2
-    except KeyboardInterrupt:  # of a report that takes long
+    except KeyboardInterrupt:
         say("fp8rl.doctor: interrupted")
         code = 130
     sys.exit(code)

@@ -89,7 +89,7 @@ class RandomNumbers:
 class OptimizerCopy:
     """A real optimizer with copies of the float32 parameters of a script's optimizer.
 
-    `entry`      which class, with which options (real_optimizers.py)
+    `entry`      which class, with which options (bits/catalogue.py)
     `optimizer`  the script's optimizer
 
     `parameters` has the copy of each parameter by the identity of the script's one. `left_out` says

@@ -538,7 +538,3 @@ def notes_on(watcher: Watcher) -> list[str]:
             "only its weights are judged: moments are followed of Adam and AdamW without amsgrad"
         )
     return [f"{watcher.name}: {note}" for note in notes]
-
-
-def Watch(formats, tolerates, sample=SAMPLE):
-    return Doctor(formats=formats, tolerates=tolerates, sample=sample)

@@ -1,0 +1,186 @@
+"""The doctor in the process of a script: waits for torch, and reports when the process ends.
+
+bootstrap/sitecustomize.py installs `Attached` before the script begins. Nothing here imports torch
+or NumPy. A script may set what they read when they are imported, such as OMP_NUM_THREADS.
+"""
+
+import atexit
+import contextlib
+import importlib.util
+import os
+import signal
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+from .output import NO_STEP, Refusal, first_line, report_as_json, say, write_report
+
+# What schedulers and terminals send
+ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+class AfterTorch:
+    """Calls a function once, right after the script has imported torch.
+
+    It is a finder of sys.meta_path: it lets the other finders find torch, and has torch's loader
+    call the function after torch's code.
+    """
+
+    def __init__(self, function: Callable[[], None]):
+        self.function = function
+        self.is_searching = False
+
+    def find_spec(self, name: str, path=None, target=None):
+        """The other finders' answer for torch, and None for any other module."""
+        if name != "torch" or self.is_searching:
+            return None
+        self.is_searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.is_searching = False
+        if spec is None or spec.loader is None:
+            return spec
+        loader = spec.loader
+
+        def exec_module(module: types.ModuleType) -> None:
+            del loader.exec_module  # the class has the loader's own
+            loader.exec_module(module)
+            sys.meta_path.remove(self)  # not before: a script may try again after an error
+            self.function()
+
+        loader.exec_module = exec_module
+        return spec
+
+
+class Attached:
+    """Hooks on torch's optimizers, and what is said of them at the end of the process.
+
+    `command`    watch or keep; Doctor and Keep are in the files of these names
+    `arguments`  arguments of Doctor or Keep
+    `json`       the file for the report of `watch`; None if it is not written
+
+    `hooks` is None as long as the script has not imported torch.
+    """
+
+    def __init__(self, command: str, arguments: dict, json: str | None = None):
+        self.command = command
+        self.arguments = arguments
+        self.json = json
+        self.reports = os.environ.get("RANK", "0") == "0"  # only the first rank of torchrun
+        self.process = os.getpid()
+        self.hooks = None
+        self.context = contextlib.ExitStack()
+
+    def install(self) -> None:
+        """Prepares for torch's import, for the end of the process, and for signals that end it."""
+        sys.meta_path.insert(0, AfterTorch(self.attach))
+        atexit.register(self.end)  # the first that is registered is called last
+        if self.command == "watch":
+            self.handle_signals()
+
+    def attach(self) -> None:
+        """Makes the hooks, right after the script has imported torch."""
+        if os.getpid() != self.process:
+            return  # a fork of the script
+        module = importlib.import_module(f".{self.command}", __package__)
+        kind = module.Doctor if self.command == "watch" else module.Keep
+        self.hooks = kind(**self.arguments)
+        self.context.enter_context(self.hooks.installed())
+
+    def end(self) -> None:
+        """Says what there is to say. The script, its threads and its handlers of atexit have ended.
+
+        If what was asked for could not be done, the exit code is 2, unless an error has ended the
+        script.
+        """
+        if os.getpid() != self.process:
+            return
+        # From now on, the signals end the process at once, if the report takes long
+        self.put_back_handlers()
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # it may be closed, or no stream at all
+                stream.flush()
+        self.context.close()
+        if not self.conclude() and not hasattr(sys, "last_value"):
+            os._exit(2)
+
+    def conclude(self) -> bool:
+        """Reports. Returns whether what was asked for was done, and says why if it was not."""
+        try:
+            if self.command == "watch":
+                self.report()
+            else:
+                self.require_change()
+        except Exception as error:
+            say(f"fp8rl.doctor: {first_line(error)}")
+            return False
+        return True
+
+    def report(self) -> None:
+        """Says what `watch` has found."""
+        if not self.reports:
+            return
+        notes = [f"{NO_STEP}: there is nothing to judge"]
+        text = notes[0]
+        content = report_as_json([], notes)
+        if self.hooks is not None:
+            findings = self.hooks.report()
+            text = str(findings)
+            content = self.hooks.to_json(findings)
+        say(f"\nfp8rl.doctor:\n{text}")
+        if self.json:
+            write_report(Path(self.json), content)
+
+    def require_change(self) -> None:
+        """Raises Refusal if `keep` has not, or not wholly, done what was asked for."""
+        if self.hooks is None:
+            raise Refusal(f"{NO_STEP}: nothing was changed")
+        if self.hooks.refusal:
+            raise Refusal(self.hooks.refusal)
+        for note in self.hooks.notes:
+            say(f"fp8rl.doctor: {note}")
+        if complaint := self.hooks.complaint():
+            raise Refusal(complaint)
+
+    def handle_signals(self) -> None:
+        """Has the steps so far reported before SIGTERM or SIGHUP ends the process.
+
+        A signal that is ignored, or for which the script installs a handler, is the script's. A
+        fork of the script has no handler, and loses no signal: they wait until its handlers are put
+        back.
+        """
+        blocked_before: list[set] = []  # signals, by fork
+
+        def block() -> None:
+            blocked_before.append(signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS))
+
+        def unblock() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before.pop())
+
+        def begin_fork() -> None:
+            self.put_back_handlers()
+            unblock()
+
+        for number in ENDINGS:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, self.end_by_signal)
+        os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=begin_fork)
+
+    def end_by_signal(self, number: int, frame) -> None:
+        """Reports, and ends the process by the signal, whose exit code it has."""
+        self.put_back_handlers()
+        try:
+            self.report()
+        except Exception as error:  # perhaps in the middle of a step
+            say(f"fp8rl.doctor: there is no report: {first_line(error)}")
+        finally:
+            os.kill(os.getpid(), number)
+
+    def put_back_handlers(self) -> None:
+        for number in ENDINGS:
+            if signal.getsignal(number) == self.end_by_signal:
+                signal.signal(number, signal.SIG_DFL)
