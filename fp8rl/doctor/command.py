@@ -39,6 +39,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from ..bits.catalogue import catalogue_as_text, is_real, read_real_optimizer, split_real
 from ..bits.notation import (
     OF_BLOCKS,
     OPERANDS,
@@ -58,7 +59,6 @@ from .output import (
     say,
     write_report,
 )
-from ..bits.catalogue import catalogue_as_text, is_real, read_real_optimizer, split_real
 
 EXAMPLES = """\
 examples:
