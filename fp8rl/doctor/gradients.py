@@ -332,7 +332,6 @@ class SumShadow(GradientShadow):
         self.records: list[Contribution | Update] = []
         self.pending: dict[int, torch.Tensor | None] = {}  # sums to which a gradient comes next
         self.has_begun = False
-        self.state: np.ndarray | None = None  # Adam's moments after the last step
         self.contributions: list[float] = []  # in each step
         self.shares: list[np.ndarray] = []  # of each step, what is left of the sum, [C]
 
@@ -431,7 +430,6 @@ class SumShadow(GradientShadow):
     def step(self, update: Update) -> None:
         """Takes the optimizer's step with each of the sums."""
         gradient = update.gradient.cpu().numpy()
-        self.take_state(update)
         if not np.isfinite(gradient).all():
             return
         live = np.array(update.live).reshape(-1, 1)
@@ -446,18 +444,6 @@ class SumShadow(GradientShadow):
         gradients = np.concatenate((gradient[None], kept))
         settings = GroupSettings(*(x[0] for x in self.watcher.by_tensor([update.settings])))
         self.take_step(gradients, update.weight.cpu().numpy(), live, settings)
-
-    def take_state(self, update: Update) -> None:
-        """Gives all rows Adam's moments where other code has changed these."""
-        tensors = len(update.live)
-        before = update.before[tensors:].cpu().numpy()
-        last = before if self.state is None else self.state
-        self.state = update.after[2 * tensors :].cpu().numpy()
-        changed = before != last
-        if changed.any():
-            self.steps = float(update.steps)
-            pairs = zip(np.split(changed, 2), np.split(before, 2), self.moments, strict=True)
-            self.moments = [np.where(*pair) for pair in pairs]
 
     def note_share(self, gradient: np.ndarray, kept: np.ndarray, seen: np.ndarray) -> None:
         """Notes which share of the sum is left, and how many gradients it has."""
