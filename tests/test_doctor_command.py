@@ -561,7 +561,7 @@ REFUSED = {
     "watch a/b.ipynb --lr 1": "script is a/b.ipynb, which is a notebook: .*nbconvert --to script a",
     "keep v=bf16 B.IPYNB": "script is B.IPYNB, which is a notebook",
     "watch script.py/a.py": "script is script.py/a.py: there is no such file",
-    "watch --json no/a.json script.py": "json is no/a.json, which cannot be written: No such file",
+    "watch --json no/a.json script.py": "json is no/a.json, which cannot be written: name a folder",
     "watch --json folder script.py": "json is folder, which exists",
     "watch --quiet script.py": "unrecognized arguments: --quiet",
     "watch -m no.module": "module is no.module: there is no such module",
