@@ -220,15 +220,18 @@ class LookShadow(GradientShadow):
     """
 
     def __init__(self, watcher: Watcher, texts: list[str]):
+        texts = texts if watcher.is_adam else []
         super().__init__(watcher, texts, LOOK_LENGTH)
         forms = {text: PlaceFormat.of(split_entry(text)[1]) for text in texts}
         self.modes = [Operands(**{split_entry(text)[0]: forms[text]}) for text in texts]
         self.next = LOOK_FIRST  # the update at which the next window begins
         self.looked: list[tuple[np.ndarray, float]] | None = None
+        self.is_used = False  # whether the loop has called `look`
 
     def look(self, loss: Callable[[], torch.Tensor]) -> None:
         """Computes the gradients of the training's loss at the present weights."""
-        if self.watcher.is_adam and self.modes and self.watcher.updates >= self.next:
+        self.is_used = True
+        if self.modes and self.watcher.updates >= self.next:
             losses = [loss, *(functools.partial(mode.within, loss) for mode in self.modes)]
             self.looked = [self.gradient(loss) for loss in losses]
 
@@ -268,6 +271,9 @@ class LookShadow(GradientShadow):
         self.take_step(gradients, update.weight.cpu().numpy(), np.array(True), settings)
         if self.count == 0:
             self.next *= 2
+
+    def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
+        return super().findings(tolerates) if self.is_used else []
 
 
 def as_the_training_scales(

@@ -221,8 +221,6 @@ class Doctor(Hooks):
     def watch(self, optimizer, name: str, modules: list[nn.Module], call: Callable) -> Watcher:
         """A watcher of an optimizer, with the shadows of the formats. `call` calls hooks."""
         watcher = Watcher(optimizer, name, modules, self.sample, self.seed)
-        if not watcher.is_in_proportion:
-            return watcher
 
         def texts_of(places: tuple[str, ...]) -> list[str]:
             return [text for text in self.formats if split_entry(text)[0] in places]
@@ -415,8 +413,9 @@ class Doctor(Hooks):
         for patient in self.patients:
             watcher = patient.watcher
             if watcher is not None:
-                report += self.findings_of(watcher)
-                report.notes += notes_on(watcher)
+                findings = self.findings_of(watcher)
+                report += findings
+                report.notes += notes_on(watcher, bool(findings))
                 averages += averages_beside(watcher)
             elif not patient.is_gone and patient.reason != IN_BACKWARD:
                 report.notes.append(f"{patient.name}: not judged: {patient.reason}")
@@ -499,11 +498,11 @@ def findings_as_json(report: Report, name: str) -> list[dict]:
     return [without_nan(finding._asdict()) for finding in report if finding.optimizer == name]
 
 
-def notes_on(watcher: Watcher) -> list[str]:
+def notes_on(watcher: Watcher, has_findings: bool) -> list[str]:
     """Lines on what is not judged of an optimizer."""
     notes = []
-    if not watcher.is_in_proportion:
-        return [f"{watcher.name}: not judged: {watcher.trouble()}"]
+    if not watcher.is_in_proportion:  # findings say so, too
+        return [] if has_findings else [f"{watcher.name}: not judged: {watcher.trouble()}"]
     if watcher.not_float32:
         notes.append(f"not judged, because not float32: {listed(watcher.not_float32)}")
     if watcher.joined:

@@ -203,6 +203,8 @@ class Watcher:
         Other code may have changed them since the last update. That shows in their numbers alone:
         a change through `p.data` does not raise the version of a tensor.
         """
+        if not self.is_in_proportion:
+            return
         parameters = self.parameters
         if not parameters:
             self.others_learn = True  # the optimizer goes on with other tensors
@@ -218,6 +220,8 @@ class Watcher:
         parameters = self.parameters
         # A GradScaler tells a fused optimizer by `found_inf` to skip the step.
         if optimizer is None or not parameters or getattr(optimizer, "found_inf", None):
+            return
+        if not self.is_in_proportion:
             return
         present = {id(p): p for group in self.groups for p in group["params"]}
         if not self.keys <= present.keys():
