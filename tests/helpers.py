@@ -138,16 +138,12 @@ def after(iterations: int, run: Run) -> Run:
 
 def run_cli(*arguments) -> None:
     """The command line in this process, which need not import everything first."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = [signal.getsignal(number) for number in numbers]
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as put_back:
         patch.setattr(sys, "argv", ["fp8rl", *map(str, arguments)])
         patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # which the command sets
-        try:
-            main()
-        finally:
-            for number, handler in zip(numbers, handlers, strict=True):
-                signal.signal(number, handler)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            put_back.callback(signal.signal, number, signal.getsignal(number))
+        main()
 
 
 SERVER = multiprocessing.get_context("forkserver")

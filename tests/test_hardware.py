@@ -4,11 +4,13 @@ import platform
 import resource
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 import torch
-from conftest import threads_of_later_threads
+from conftest import cores
 from helpers import PATIENCE, forked, refused, small, trained
 
 from fp8rl.build import Machine, build
@@ -52,23 +54,19 @@ def test_emulation_is_noticed_named_and_not_chosen():
     assert "AVX2 with emulated bf16, threads: " in machine
 
 
-def test_products_are_timed_on_one_core_and_other_threads_compute_as_before(monkeypatch):
+def test_products_are_timed_on_one_core_and_later_threads_compute_as_before(monkeypatch):
     timed = []
-    product = torch.mm
 
-    def multiply(*matrices):
-        timed.append((torch.get_num_threads(), threads_of_later_threads()))
-        return product(*matrices)
+    def clock() -> float:
+        timed.append(cores())
+        return 0.0
 
-    monkeypatch.setattr(torch, "mm", multiply)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        hardware.is_emulated.__wrapped__("bf16")
-        assert (torch.get_num_threads(), threads_of_later_threads()) == (2, 2)
-    finally:
-        torch.set_num_threads(before)
-    assert set(timed) == {(1, 2)}
+    monkeypatch.setattr(time, "perf_counter", clock)
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(3,)) as executor:
+        executor.submit(hardware.is_emulated.__wrapped__, "bf16").result()
+        assert executor.submit(cores).result() == (3, 3)
+    torch.set_num_threads(1)  # which the executor's thread has set for later ones
+    assert {*timed} == {(1, 3)}
 
 
 @pytest.mark.parametrize(("capability", "is_emulated"), [((7, 5), True), ((8, 0), False)])
