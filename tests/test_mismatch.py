@@ -21,6 +21,7 @@ from fp8rl.doctor import command as doctor
 from fp8rl.doctor.mismatch import MEANING, judge
 from fp8rl.doctor.mismatch_gap import Gap, Symptom
 from fp8rl.doctor.mismatch_symptoms import OTHER_LABELS
+from fp8rl.doctor.stack_rules import like
 
 LEARNER = np.log([[0.5, 0.2, 0.9], [0.3, 0.6, 0.1]])
 ACTOR = np.log([[0.4, 0.25, 0.9], [0.35, 0.4, 0.2]])
@@ -126,6 +127,29 @@ def test_numbers_that_are_huge_are_reported_without_an_error():
         report = mismatch(learner, actor)
     assert report.smallest_ratio == 0 and report.largest_ratio > 1e20
     assert json.loads(report.to_json())["smallest_ratio"] == 0 and str(report)
+
+
+@pytest.mark.parametrize("log_ratio", [-95.0, 45.0, 89.0, 310.0, 5000.0])
+def test_one_token_with_a_huge_log_ratio_is_named_and_its_ratio_is_the_same_everywhere(log_ratio):
+    learner, actor = sampled(noise=0.02)
+    mask = np.ones((64, 100))
+    mask[:, :3] = 0
+    learner[5, 7] = min(log_ratio, 0.0) - 0.5
+    actor[5, 7] = learner[5, 7] - log_ratio
+    with np.errstate(all="raise", under="ignore"):
+        report = mismatch(learner, actor, mask)
+        stack = like("nemo-rl", learner, actor, mask)
+    text = str(report)
+    assert report.farthest == (5, 7) and "(largest, at [5, 7])" in text
+    assert "100% of the squared gap is at 1 of 6,208 tokens, here and there" in text
+    largest = np.exp(min(abs(log_ratio), 300.0))
+    assert report.token_mult_prob_error == pytest.approx(largest / report.tokens)
+    if log_ratio > 0:
+        corrected = stack.outcomes[1]
+        assert report.largest_ratio == pytest.approx(largest)
+        assert corrected.largest_weight == pytest.approx(largest)
+        assert corrected.mean_weight == pytest.approx(report.mean_ratio)
+    assert not re.search(r"[\d,]{14,}", f"{text} {stack} {report.to_json()}")
 
 
 def test_one_sequence_works_and_says_what_it_lacks():
@@ -426,7 +450,7 @@ def test_an_alarm_has_a_limit_that_the_user_sets():
     learner, actor = sampled(noise=0.2)
     report = mismatch(learner, actor)
     error = report.token_mult_prob_error
-    assert report.notes[0].startswith(f"alarm: token_mult_prob_error is {error:.3f}, above")
+    assert report.notes[0].startswith(f"alarm: token_mult_prob_error is {error:.4f}, above")
     assert not mismatch(learner, actor, most_error=1.5).notes
     assert mismatch(*sampled(noise=0.02), most_error=1.001).notes
     refused("most_error is 0.5: use a number from 1 up", mismatch, learner, actor, most_error=0.5)

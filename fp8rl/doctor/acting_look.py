@@ -13,6 +13,7 @@ KEPT = 0.9
 # two the estimate is too noisy to decide.
 SHORT = 0.8
 LONG = 1.5
+MANY = 1e9  # numbers from here on have an exponent in a line
 
 
 class ActingLook(NamedTuple):
@@ -93,4 +94,4 @@ def judge_acting(text: str, looks: list[ActingLook]) -> Finding:
 
 def amount(x: float) -> str:
     """A positive number in a line, without decimals from 10 up."""
-    return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
+    return f"{x:,.0f}" if 10 <= x < MANY else f"{x:.2g}"

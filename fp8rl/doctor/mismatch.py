@@ -19,6 +19,7 @@ KL divergence".
 
 import json
 import math
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ import numpy as np
 from .acting_look import amount
 from .dump_names import dict_as_arrays
 from .findings import without_nan
-from .mismatch_gap import FEW_TOKENS, Gap, Symptom
+from .mismatch_gap import FEW_TOKENS, Gap, Symptom, ratio_in_line
 from .mismatch_horizon import Horizon
 from .mismatch_places import FEW_SEQUENCES
 from .mismatch_symptoms import (
@@ -46,6 +47,8 @@ MANY_ZEROS = 0.05  # share of tokens
 COMMON_BITS = 4.0  # of mantissa; arithmetic of 16 bits leaves more, and FP8 mostly does
 LITTLE = 0.05  # log ratio, in nats; smaller ones hardly matter, whatever made them
 MOST_ERROR = 1.05  # of token_mult_prob_error; the tests of NeMo-RL ask for less
+DIGITS = 9  # of a number in JSON
+LONG = re.compile(r"\d{10,}\.0\b")  # a number in JSON that an exponent makes shorter
 LEAST_SHARE = 0.005  # of the squared gap, that is worth a percentage
 
 # What a kind of bug means, and what to do about it where that is sure. Otherwise what to look at.
@@ -129,7 +132,9 @@ class MismatchReport(NamedTuple):
     `mean_ratio`            mean of the tokens' ratios
     `mean_ratio_error`      standard error of the mean ratio over sequences
     `smallest_ratio`, `largest_ratio`
-                            extremes of the tokens' ratios
+                            extremes of the tokens' ratios; log ratios are limited to 300 in all
+                            numbers, so no ratio is above 2e130
+    `farthest`              sequence and position of the token whose log ratio is largest in size
     `clip`                  PPO's clip
     `has_advantages`        whether advantages were given
     `clipped_above`         share of the tokens of positive advantage whose ratio is above 1 + clip;
@@ -169,6 +174,7 @@ class MismatchReport(NamedTuple):
     mean_ratio_error: float
     smallest_ratio: float
     largest_ratio: float
+    farthest: tuple[int, int]
     clip: float
     has_advantages: bool
     clipped_above: float
@@ -231,7 +237,7 @@ class MismatchReport(NamedTuple):
             f"effective sample size: {self.token_sample_size:.4f} of the tokens, "
             f"{self.sequence_sample_size:.4f} of the sequences",
             f"divergence: {self.kl_k1:.3g} nats a token (k1), {self.kl_k3:.3g} (k3)",
-            f"ratios: mean {self.mean_ratio:.4f} ± {self.mean_ratio_error:.1g}, "
+            f"ratios: mean {ratio_in_line(self.mean_ratio)} ± {self.mean_ratio_error:.1g}, "
             f"from {self.smallest_ratio:.3g} to {self.largest_ratio:.3g}",
         ]
         high, low = 1 + self.clip, 1 - self.clip
@@ -259,10 +265,20 @@ class MismatchReport(NamedTuple):
         )
 
     def to_json(self) -> str:
-        """The report as a JSON object of all fields. NaN and infinity become null."""
+        """The report as a JSON object of all fields, in numbers of DIGITS digits.
+
+        NaN and infinity become null.
+        """
         fields = self._asdict()
         fields["symptoms"] = [symptom._asdict() for symptom in self.symptoms]
-        return json.dumps(without_nan(fields), indent=2)
+        rounded = json.loads(json.dumps(without_nan(fields)), parse_float=shortened)
+        text = json.dumps(rounded, indent=2)
+        return LONG.sub(lambda number: f"{float(number[0]):.{DIGITS}g}", text)
+
+
+def shortened(number: str) -> float:
+    """A number of JSON, rounded to DIGITS digits."""
+    return float(f"{float(number):.{DIGITS}g}")
 
 
 def line_of(symptom: Symptom) -> str:
@@ -415,6 +431,7 @@ def report_on(
         mean_ratio_error=gap.mean_ratio_error,
         smallest_ratio=1 + float(excess.min()),
         largest_ratio=1 + float(excess.max()),
+        farthest=gap.farthest,
         clip=clip,
         has_advantages=advantages is not None,
         clipped_above=above,
@@ -487,8 +504,8 @@ def alarms_on(probabilities: ProbabilityGap, most_error: float) -> list[str]:
     if error <= most_error:
         return []
     return [
-        f"alarm: token_mult_prob_error is {error:.3f}, above the limit of {most_error:g} "
-        "(--most-error; NeMo-RL's tests ask for less than 1.05)"
+        f"alarm: token_mult_prob_error is {ratio_in_line(error)}, above the limit of "
+        f"{most_error:g} (--most-error; NeMo-RL's tests ask for less than 1.05)"
     ]
 
 

@@ -11,7 +11,9 @@ import numpy as np
 
 FEW_TOKENS = 256  # with fewer tokens, chance alone reaches the limits
 TINY = 1e-12  # a standard deviation below this is only the error of arithmetic in float64
-LARGEST = 50.0  # log ratio above which exp may overflow in sums of squares
+# Log ratio to which larger ones are limited, in all numbers alike: so sums of squares of ratios
+# stay finite.
+LARGEST = 300.0
 # Bins of log-probability, in each of which a mean is taken, and tokens that a bin should have
 MOST_BINS = 32
 TOKENS_OF_BIN = 50
@@ -38,6 +40,12 @@ class Gap(NamedTuple):
     def excess(self) -> np.ndarray:
         """pi / mu - 1, [S, T], exact where it is tiny and finite where it is huge."""
         return np.expm1(np.minimum(self.log_ratio, LARGEST))
+
+    @property
+    def farthest(self) -> tuple[int, int]:
+        """The sequence and the position of the token whose log ratio is largest in size."""
+        size = np.abs(self.log_ratio)
+        return tuple(np.argwhere(size == size.max())[0].tolist())
 
     @property
     def mean_ratio_error(self) -> float:
@@ -134,3 +142,8 @@ def mean_of_bin(values: np.ndarray, gap: Gap, bins: np.ndarray) -> np.ndarray:
     total = np.bincount(numbers, values[gap.mask], minlength=size)
     count = np.bincount(numbers, minlength=size)
     return (total / np.maximum(count, 1))[bins]
+
+
+def ratio_in_line(x: float) -> str:
+    """A ratio, or a mean of ratios, in a line: a huge one has an exponent."""
+    return f"{x:.4f}" if abs(x) < 10 else f"{x:.3g}"

@@ -89,7 +89,7 @@ def place_symptoms(gap: Gap, tokens: np.ndarray | None, columns: np.ndarray) -> 
     are in the rows of the dump, [S, T].
     """
     sizes = Sizes.of(gap)
-    symptoms = [heavy_tail(gap, sizes)]
+    symptoms = [heavy_tail(gap, sizes, columns)]
     if gap.sequences < FEW_SEQUENCES:
         return symptoms
     draw = np.random.default_rng(0)
@@ -413,7 +413,7 @@ def rises_of(means: np.ndarray) -> np.ndarray:
 # Do a few tokens differ?
 
 
-def heavy_tail(gap: Gap, sizes: Sizes) -> Symptom:
+def heavy_tail(gap: Gap, sizes: Sizes, columns: np.ndarray) -> Symptom:
     """Do a few tokens, anywhere, have most of the squared gap?
 
     Normal noise has a root mean square of 1.5 typical sizes, and Student's t with 3 degrees of
@@ -427,7 +427,9 @@ def heavy_tail(gap: Gap, sizes: Sizes) -> Symptom:
     total = np.square(size[gap.mask]).sum()
     value = np.sqrt(total / max(np.square(typical[gap.mask]).sum(), TINY**2))
     is_large = gap.mask & (size > LARGE * typical)
-    of_large = np.square(size[is_large]).sum()
+    squares = -np.sort(-np.square(size[is_large]))
+    of_large = squares.sum()
+    fewest = int((np.cumsum(squares) < NEARLY_ALL * of_large).sum()) + 1
     share = of_large / max(total, TINY**2)
     if of_large < MATTERS**2 * is_large.sum():
         value = 0.0
@@ -445,8 +447,9 @@ def heavy_tail(gap: Gap, sizes: Sizes) -> Symptom:
         kind=kind,
         value=float(value),
         limit=LEAST["heavy tail"],
-        says=f"{is_large.sum() / gap.mask.sum():.1%} of the tokens have {share:.0%} of the squared "
-        f"gap, {where}",
+        says=f"{squares[:fewest].sum() / max(total, TINY**2):.0%} of the squared gap is at "
+        f"{fewest:,} of {gap.mask.sum():,} tokens, {where}; the largest is token "
+        f"{columns[gap.farthest]} of sequence {gap.farthest[0]}",
         share=float(share),
     )
 

@@ -22,6 +22,7 @@ from .mismatch_gap import (
     correlation,
     left_aligned,
     mean_of_bin,
+    ratio_in_line,
     standard_error,
 )
 from .mismatch_places import FEW_SEQUENCES, place_symptoms
@@ -183,8 +184,8 @@ def truncated(gap: Gap) -> Symptom:
         value = min(value, float(relative))
     mean = below.mean()
     says = (
-        f"the mean ratio is {1 - mean:.4f}: the actor never says what {mean:.1%} of the learner's "
-        "probability is for"
+        f"the mean ratio is {ratio_in_line(1 - mean)}: the actor never says what "
+        f"{max(mean, 0):.1%} of the learner's probability is for"
     )
     share = float(log_ratio.mean() ** 2 / np.square(log_ratio).mean())
     return Symptom("mean ratio below 1", "truncation", value, LIMITS["truncated"], says, share)
@@ -314,10 +315,9 @@ def impossible(gap: Gap) -> Symptom:
     mean = 1 + float(gap.excess[gap.mask].mean())
     log_ratio = gap.log_ratio[gap.mask]
     share = float(log_ratio.mean() ** 2 / max(np.square(log_ratio).mean(), TINY**2))
-    text = f"{mean:.4f}" if mean < 10 else f"{mean:.3g}"
     says = (
-        f"the mean ratio is {text} ± {gap.mean_ratio_error:.1g}, and tokens that the actor samples "
-        "give at most 1"
+        f"the mean ratio is {ratio_in_line(mean)} ± {gap.mean_ratio_error:.1g}, and tokens that "
+        "the actor samples give at most 1"
     )
     return Symptom("mean ratio above 1", "mean ratio", value, LIMITS["impossible"], says, share)
 

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .mismatch_gap import LARGEST, ratio_in_line
+
 
 class ProbabilityGap(NamedTuple):
     """Means and extremes over the tokens that count.
 
-    `token_mult_prob_error`  mean of exp(|log ratio|), which NeMo-RL logs; infinite if a log ratio
-                             is above 709
+    `token_mult_prob_error`  mean of exp(|log ratio|), which NeMo-RL logs
     `probs_diff_mean`, `probs_diff_max`
                              absolute difference of the probabilities, which verl logs
     `probs_correlation`      Pearson's correlation of the probabilities, which verl logs; NaN if
@@ -37,8 +38,7 @@ class ProbabilityGap(NamedTuple):
         learner_probs = np.exp(learner)
         actor_probs = np.exp(actor)
         probs_difference = np.abs(learner_probs - actor_probs)
-        with np.errstate(over="ignore"):
-            error = np.exp(difference).mean()
+        error = np.exp(np.minimum(difference, LARGEST)).mean()
         return cls(
             token_mult_prob_error=float(error),
             probs_diff_mean=float(probs_difference.mean()),
@@ -50,13 +50,14 @@ class ProbabilityGap(NamedTuple):
 
 
 def lines_of(gap) -> list[str]:
-    """Lines of a report that has the fields of `ProbabilityGap`."""
+    """Lines of a report that has the fields of `ProbabilityGap`, and `farthest`."""
     return [
-        f"token_mult_prob_error: {gap.token_mult_prob_error:.4f} (the mean of exp |log ratio|)",
+        f"token_mult_prob_error: {ratio_in_line(gap.token_mult_prob_error)} "
+        "(the mean of exp |log ratio|)",
         f"probabilities: differ by {gap.probs_diff_mean:.2g} (mean) and {gap.probs_diff_max:.2g} "
         f"(largest), Pearson correlation {gap.probs_correlation:.4f}",
         f"log-probabilities: differ by {gap.logp_diff_mean:.2g} (mean) and {gap.logp_diff_max:.2g} "
-        "(largest)",
+        f"(largest, at {list(gap.farthest)})",
     ]
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from .acting_look import amount
 from .dump_names import dict_as_arrays
 from .findings import without_nan
+from .mismatch_gap import LARGEST
 from .token_arrays import Tokens, read_tokens
 
 # What a bound is compared with, or what a token is weighed by.
@@ -31,7 +32,6 @@ MEAN = "geometric mean of ratios"
 DROP = "drop"
 TRUNCATE = "truncate"
 CLIP = "clip"  # as PPO's: the gradient is 0 beyond the bound on the side of the advantage
-LARGEST_LOG = 700.0  # exp overflows above it
 MOST_PLACES = 10  # dropped tokens that a report lists
 SMALL = 0.5  # mean weight of which a line says what it means
 MOST_IN_LINE = 3  # places that a line names
@@ -336,7 +336,7 @@ def statistic(kind: str, log_ratio: np.ndarray, mask: np.ndarray, limit: float) 
         log = log_ratio.sum(1, keepdims=True) / count
     else:
         log = log_ratio
-    limit = min(limit, LARGEST_LOG)
+    limit = min(limit, LARGEST)
     return np.broadcast_to(np.clip(log, -limit, limit), log_ratio.shape)
 
 
