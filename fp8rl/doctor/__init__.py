@@ -1,11 +1,11 @@
 """Looks at a training or at log-probabilities: how would few bits change them, is it a bug?
 
     doctor.py     `Doctor` watches a training in float32 and predicts which formats would change it
-    mismatch.py   `mismatch` compares a learner's and an actor's log-probabilities
-    stack_rules.py  `like` shows what an RL stack would do with the same tokens
+    ../dumps/     `mismatch` compares a learner's and an actor's log-probabilities
     __main__.py   `python -m fp8rl.doctor` does both for scripts and files of anybody
 
-README.md beside this file shows how to use them. Nothing here needs more of the package than bits/.
+README.md beside this file shows how to use them. Nothing here needs more of the package than bits/
+and dumps/.
 """
 
 import importlib
@@ -22,7 +22,7 @@ FILES = {
     "Finding": "findings",
     "FormatRows": "format_rows",
     "LEAST_PER_TENSOR": "sample",
-    "MismatchReport": "mismatch",
+    "MismatchReport": "..dumps.mismatch",
     "MomentBounds": "format_rows",
     "NumberSums": "sample",
     "Operands": "low_bit_gradients",
@@ -33,11 +33,13 @@ FILES = {
     "WatchedOptimizer": "watched_optimizer",
     "WindowSums": "sample",
     "innermost_optimizer": "doctor",
+    "mismatch": "..dumps.mismatch",
     "judge_acting": "acting_look",
     "noise_of": "sample",
     "optimizer_inside": "doctor",
     "rate_of": "sample",
     "rates_by_tensor": "sample",
+    "read_dump": "..dumps.dump",
     "read_format": "doctor",
     "sampling_error": "sample",
     "sampling_errors_by_tensor": "sample",
@@ -50,7 +52,9 @@ def __getattr__(name: str):
     """A name that has not been used before (PEP 562)."""
     if name not in FILES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{FILES[name]}", __name__), name)
+    path = FILES[name]
+    module = importlib.import_module(path if path[0] == "." else f".{path}", __name__)
+    value = getattr(module, name)
     globals()[name] = value
     return value
 
