@@ -137,7 +137,7 @@ def test_huge_ratios_overflow_nowhere_and_what_is_not_known_is_no_number():
     # A clip drops by the sign of the advantage.
     assert math.isnan(shares["trl-async", "epsilon=0.2"].dropped)
     table = report.stack_table().splitlines()
-    assert len(table) == len(RULES) + 1 and table[1].startswith("TRL's GRPOTrainer 1.16.0 ")
+    assert len(table) == len(RULES) + 1 and table[1].startswith("TRL 1.16.0, GRPOTrainer  ")
     assert table[1].split("  ")[-1] == "-" and "(default)" in table[1]
     assert json.loads(report.to_json())["stacks"][0]["sample_size"] is None
 

@@ -52,12 +52,13 @@ class Rule(NamedTuple):
     dual: float = math.inf
 
 
-# The releases that were read.
+# The releases that were read. verl's asynchronous recipes are fully_async_policy and
+# one_step_off_policy.
 VERSIONS = {
-    "trl": "TRL's GRPOTrainer 1.16.0",
+    "trl": "TRL 1.16.0, GRPOTrainer",
     "verl": "verl 0.9.1",
-    "trl-async": "TRL's async_grpo 1.16.0",
-    "verl-async": "verl's fully_async_policy and one_step_off_policy 0.9.1",
+    "trl-async": "TRL 1.16.0, async_grpo",
+    "verl-async": "verl 0.9.1, asynchronous",
     "openrlhf": "OpenRLHF 0.11.2",
     "areal": "AReaL 1.0.4",
     "nemo-rl": "NeMo-RL 0.7.0",
