@@ -248,7 +248,8 @@ def read_verl(releases: dict[str, Release]) -> Answers:
         "actor_old_log_probs = data.batch['old_log_probs']",
     )
     clip_by_old = "negative_approx_kl = log_prob - old_log_prob"
-    verl.holds(losses, "compute_policy_loss_vanilla", clip_by_old)
+    dual_clip = "pg_losses = torch.where(advantages < 0, clip_pg_losses2, clip_pg_losses1)"
+    verl.holds(losses, "compute_policy_loss_vanilla", clip_by_old, dual_clip)
     bypass = "loss_type = rollout_corr_config.get('loss_type', 'ppo_clip')"
     verl.holds(losses, "compute_policy_loss_bypass_mode", bypass)
     scaled = "logits / temperature.clamp(min=1e-8).to(logits.dtype)"
@@ -562,13 +563,22 @@ def read_skyrl(releases: dict[str, Release]) -> Answers:
         "ppo_policy_loss",
         "ratio = safe_exp_delta(log_probs - old_log_probs, clip=20.0, out_dtype=log_probs.dtype)",
     )
-    # Two other losses are by the engine's log-probabilities, and asynchronous training allows no more
+    # Two other losses are by the engine's log-probabilities, and asynchronous training allows no
+    # more. One of them is no clip of a ratio.
     skyrl.holds(
         losses,
         "rollout_is_policy_loss",
         "ratio = safe_exp_delta(log_probs - rollout_logprobs, clip=20.0, out_dtype=log_probs.dtype)",
         "in_range = (ratio > 1 - config.eps_clip_low) & (ratio < 1 + config.eps_clip_high)",
     )
+    skyrl.holds(
+        losses,
+        "dppo_policy_loss",
+        "prob_diff = current_probs - mu_probs",
+        "mask[(advantages < 0) & (-prob_diff > delta_low)] = 0.0",
+        "loss = -(ratio * advantages * mask)",
+    )
+    skyrl.has_defaults(config, "DPPOConfig", dppo_type="binary_tv", delta_low=0.2, delta_high=0.2)
     skyrl.holds(
         losses,
         "",
@@ -613,8 +623,9 @@ def read_skyrl(releases: dict[str, Release]) -> Answers:
         bounds=f"tokens {token}, sequences {sequence}; none",
         sequence="the product; `sequence_mask_metric` is `product` or `geometric`",
         denominator="π₀, recomputed for each mini-batch",
-        actor="`policy_loss_type` `rollout_is` or `dppo`, and **fully asynchronous training** "
-        "takes no other of the built-in ones",
+        actor="`policy_loss_type rollout_is`, on both sides whatever the advantage. **Fully "
+        "asynchronous training** takes only it and `dppo` of the built-in ones; `dppo` weighs by π/μ "
+        "and drops tokens whose probability moved by more than 0.2",
         clip=f"{lower}, {upper}",
         temperature="yes",
         kept="no",

@@ -53,7 +53,7 @@ import torch
 from .constants import constant
 from .distribution import distribution_of
 from .recurrence import recurrence_fast
-from .rollout import NO_FLAGS, TERMINATED, TRUNCATED, Rollout
+from .rollout import NO_FLAGS, TERMINATED, TRUNCATED, Rollout, require_dummy_rows
 
 # What `statistics_of` makes of a loss.
 STATISTICS = (
@@ -146,7 +146,7 @@ def vtrace(
     have, it holds the first observation of the next episode. For such data, pass `ended` and
     `final_values`. The rows that ended an episode then bootstrap from `final_values`, and the trace
     is cut there. Only this function and `vtrace_fast` take that layout; the ring and
-    `actor_critic_loss` do not. Raises ValueError if only one of the two is given.
+    `actor_critic_loss` refuse it. Raises ValueError if only one of the two is given.
 
         >>> import torch
         >>> ones = torch.ones(3, 4)
@@ -294,7 +294,8 @@ def actor_critic_loss(
     `compute_targets`  `vtrace_fast`, or a function with the same arguments
 
     Returns the loss (float32 scalar), and what it has measured, for `statistics_of`. Dimensions
-    between time and batch stay, and the results have them.
+    between time and batch stay, and the results have them. Raises ValueError for an end of an
+    episode without a dummy row after it.
 
         >>> import torch
         >>> from fp8rl.config import Config
@@ -309,6 +310,7 @@ def actor_critic_loss(
         >>> statistics_of(measured)[STATISTICS.index("entropy")]
         tensor(0.6931)
     """
+    require_dummy_rows(rollout.flags)
     valid = rollout.valid
     policy = distribution_of(rollout.action)(outputs[:-1])
     logp = torch.where(valid, policy.log_prob(executed_actions(rollout, valid)), 0)
@@ -416,7 +418,9 @@ def total_loss(
     rows.
     """
     # The policy loss has no factor rho, because V-trace's min(1, rho) is in the advantage.
-    policy_loss = -_sum(logp * terms.advantage) / terms.all_rows
+    # A row without advantage adds 0, also where its action is impossible by now and logp is -inf.
+    of_rows = (logp * terms.advantage).masked_fill(terms.advantage == _ZERO, 0)
+    policy_loss = -_sum(of_rows) / terms.all_rows
     value_loss = _HALF * _sum(error * error) / terms.all_rows
     entropy = _sum(policy.entropy().masked_fill(terms.dummy, 0)) / terms.all_rows
     loss = policy_loss + coefficients.value_coef * value_loss - coefficients.entropy_coef * entropy

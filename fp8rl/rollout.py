@@ -5,7 +5,9 @@ behaviour policy. The importance ratios of later updates need this log-probabili
 
 The end of an episode is followed by a DUMMY row, in which the environment ignored the action and
 reset (NEXT_STEP autoreset). The row leads from the final observation to the first one of the next
-episode, so every observation is stored only once.
+episode, so every observation is stored only once. Environments that reset in the step that ends an
+episode (SAME_STEP autoreset) do not leave room for the final observation. `require_dummy_rows`
+refuses their rollouts.
 """
 
 import contextlib
@@ -68,6 +70,24 @@ class Rollout(NamedTuple):
         if self.obs.device == torch.device(device):
             return self
         return Rollout(*(x if x is None else x.to(device) for x in self))
+
+
+def require_dummy_rows(flags: torch.Tensor, last: torch.Tensor | int = 0) -> None:
+    """Raises ValueError if a row that ends an episode is not followed by a dummy row.
+
+    The next observation would be the first one of another episode. `flags` are uint8 [T, ..., B],
+    and `last` those of the row before them. While a CUDA graph is captured, nobody can look.
+    """
+    can_look = not (flags.is_cuda and torch.cuda.is_current_stream_capturing())
+    before = torch.cat((torch.zeros_like(flags[:1]) + last, flags[:-1]))
+    missing = (before & (TERMINATED | TRUNCATED) != 0) & (flags & DUMMY == 0)
+    if can_look and missing.any():
+        row, *_, env = missing.nonzero()[0].tolist()
+        raise ValueError(
+            f"flags of row {row} of environment {env} have no DUMMY, and the row before ends an "
+            "episode: reset one step later (Gymnasium's AutoresetMode.NEXT_STEP), or put the final "
+            "observation into a dummy row (rollout.py)"
+        )
 
 
 def extremes(rollout: Rollout, agents: int = 1) -> torch.Tensor:

@@ -1,10 +1,14 @@
-"""The setup of tests, and the order in which they run. What takes long to import is imported where it is
-needed: under xdist, the process that only hands tests to others needs none of it."""
+"""The setup of tests, and what none of them may leave behind. What takes long to import is imported
+where it is needed: under xdist, the process that only hands tests to others needs none of it."""
 
+import contextlib
 import gc
 import os
+import signal
+import sys
 import tempfile
-from concurrent.futures import Executor, Future
+import warnings
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,6 +43,63 @@ def pytest_runtest_setup(item) -> None:
     torch.manual_seed(0)
 
 
+def cores() -> tuple[int, int]:
+    """On how many cores torch computes: what this thread asks for, and what a new thread does."""
+    import torch
+
+    with ThreadPoolExecutor(1) as new_thread:
+        return torch.get_num_threads(), new_thread.submit(torch.get_num_threads).result()
+
+
+def settings_of_process() -> dict:
+    """The settings of this process that change what later tests compute or find."""
+    import torch
+    from torch.optim import optimizer
+
+    from fp8rl import kernels, precision
+
+    matmuls = [precision.ALL_BACKENDS, *precision.MATMUL_SWITCH.values()]
+    signals = signal.valid_signals() - {signal.SIGCHLD}  # torch's data loader takes it for good
+    return {
+        "cores": cores(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "autocast": [torch.is_autocast_enabled(device) for device in precision.MATMUL_SWITCH],
+        "matmuls": [precision.get_switch(*matmul) for matmul in matmuls],
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "kernels": (kernels.DEVICE, {**kernels.KERNELS}),
+        "hooks before steps": [*optimizer._global_optimizer_pre_hooks.values()],
+        "hooks after steps": [*optimizer._global_optimizer_post_hooks.values()],
+        "garbage collection": gc.isenabled(),
+        "exceptions": sys.excepthook,
+        "warnings": (warnings.showwarning, warnings.formatwarning),
+        "working directory": os.getcwd(),
+        "sys.argv": [*sys.argv],
+        "sys.path": [*sys.path],
+        "sys.meta_path": [*sys.meta_path],
+        **{f"signal {number}": signal.getsignal(number) for number in signals},
+        **{f"${name}": os.environ[name] for name in os.environ if name != "PYTEST_CURRENT_TEST"},
+    }
+
+
+@contextlib.contextmanager
+def settings_are_left_as_they_were():
+    """What changes a setting of the process within a `with` block must put it back."""
+    before = settings_of_process()
+    yield
+    after = settings_of_process()
+    changed = [name for name in before | after if before.get(name) != after.get(name)]
+    assert not changed, [(name, before.get(name), after.get(name)) for name in changed]
+
+
+@pytest.fixture(autouse=True)
+def same_settings():
+    """A test that leaves a setting of the process behind fails itself, not one after it."""
+    with settings_are_left_as_they_were():
+        yield
+
+
 class InThisProcess(Executor):
     """Works at once and here, in place of the processes of a study."""
 
@@ -67,25 +128,7 @@ def pytest_collection_finish(session) -> None:
     gc.freeze()
 
 
-LONGEST = (
-    "fp8_actor_critic.ipynb",
-    "acting_in_few_bits.ipynb",
-    "how_few_bits.ipynb",
-    "other_tasks.ipynb",
-    "replay_memory.ipynb",
-    "devices_and_graphs.ipynb",
-    "test_every_kernel_compiles_for_gpus_that_are_not_here",
-    "test_a_study_that_is_stopped_goes_on_to_the_same_results",
-    "test_a_script_is_trained_and_its_words_are_put_to_the_test",
-    "test_a_study_that_is_killed_leaves_no_process_and_goes_on",
-    "test_a_study_whose_worker_is_killed_says_so_in_one_line",
-    "test_a_killed_rank_ends_the_command_and_its_last_checkpoint_continues",
-)
-
-
 def pytest_collection_modifyitems(items) -> None:
-    """Puts the longest first, so that at the end no process waits long for another one's last test.
-    (Groups, which are tests that share a process, begin even before these: xdist puts scopes of
-    many tests first.)"""
-    place = {name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.name, len(place)))
+    """Begins with the notebook, which runs in a process of its own and takes longest. The tests
+    come in random order (pytest-randomly)."""
+    items.sort(key=lambda item: item.path.suffix != ".ipynb")

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import SIZED, refusal, refused, run_cli, small, start_server, without_seconds
 
-from fp8rl.study import dask_cluster, parallel
+from fp8rl.study import batch_file, dask_cluster, parallel
 
 dask = pytest.importorskip("dask")
 distributed = pytest.importorskip("distributed")
@@ -82,13 +82,40 @@ def test_a_study_that_is_interrupted_stops_its_workers_and_has_the_results_of_on
     assert caught.value.code == 130
     wait_until(lambda: not any(worker.processing for worker in scheduler.workers.values()))
     said = capsys.readouterr().err.splitlines()[-1]
-    assert re.match(r"fp8rl: interrupted: \d of 2 agents have finished, and \d go on", said)
+    assert re.match(r"fp8rl: interrupted: \d of 2 agents have finished, and the others go on", said)
     run_cli(*STUDY, "--scheduler", workers.scheduler_address, "--out", out)
     assert without_seconds(out / "results.csv") == without_seconds(
         tmp_path / "here" / "results.csv"
     )
     assert "Trained by Dask workers on " in (out / "table.md").read_text()
     assert not list(out.glob("batch-*"))
+
+
+async def close(dask_worker) -> None:
+    """Ends a worker as its --lifetime does."""
+    await dask_worker.close_gracefully(restart=True)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_another_worker_goes_on_with_a_batch_from_where_it_was_saved(is_killed, workers, tmp_path):
+    config = small(steps=51_200, eval_every=0, eval_episodes=1)
+    with dask_cluster.dask_cluster(workers.scheduler_address) as cluster:
+        client = cluster._client
+        client.run(setattr, batch_file, "FIRST", 0)  # seconds
+        shared = cluster.share(tmp_path / "nothing")
+        future = cluster.submit(parallel.train_batch, parallel.run, [config], 0, 195, shared)
+        wait_until(lambda: shared.variable.get(timeout=1)[1])
+        client.run(setattr, batch_file, "FIRST", 1)
+        if is_killed:
+            kill_one_at_work(workers, lambda: True)
+        else:
+            busy = [address for address, keys in client.processing().items() if keys]
+            client.run(close, workers=busy, wait=False)
+        wait_until(lambda: shared.variable.get(timeout=1)[0])
+        begun, content = shared.variable.get(timeout=1)
+        assert begun == 1 and content  # another worker has begun with it
+        (history,) = future.result()
+    assert history.columns["loss"] == parallel.run(config).columns["loss"]
 
 
 def noted(path: Path, config):

@@ -1,5 +1,6 @@
 """The doctor: it sees what it should, and leaves the training as it is."""
 
+import contextlib
 import functools
 import gc
 import weakref
@@ -18,6 +19,7 @@ from fp8rl.bits.places import SLACK, PlaceFormat, places_of
 from fp8rl.build import build
 from fp8rl.doctor import Doctor, FormatRows
 from fp8rl.doctor.verdicts import Evidence, doubts, verdict_of
+from fp8rl.doctor.watch import Watch
 from fp8rl.study.watched_run import watched as watch
 from fp8rl.train import train
 
@@ -558,7 +560,6 @@ def test_a_stall_that_new_windows_hide_is_seen_where_weights_go_on_from_their_ow
     assert fine.is_fine and fine.free_rate == pytest.approx(fine.rate, abs=0.02)
     assert np.isnan([stochastic.free_rate, moment.free_rate]).all()
     assert bad.free_tensor_rates == 24 * ((0,),) and len(bad.tensor_rates) == 24
-    assert bad.of_tensors([0]) == bad and bad.of_tensors([]).free_tensor_rates == 24 * ((),)
     assert stochastic.free_tensor_rates == moment.free_tensor_rates == ()
     assert '"free_rate": 0.0' in report.to_json() and '"free_rate": null' in report.to_json()
 
@@ -949,7 +950,7 @@ def test_parameters_that_join_are_judged_from_then_on_and_the_others_as_if_they_
     (plain,) = of_the_first.watched  # steps whenever the optimizer does
     optimizer.register_step_pre_hook(plain.before_step)
     optimizer.register_step_post_hook(plain.after_step)
-    plain.optimizers = watching.watched[0].optimizers
+    plain.reference = watching.watched[0].reference
     fit(model, optimizer, 20)
     if how == "unfrozen":
         model[2].requires_grad_(True)
@@ -1068,42 +1069,7 @@ def test_a_wrapped_optimizer_is_seen_through():
         Prepared(Wrapper(Prepared(optimizer))),
     ):
         (seen,) = Doctor(wrapper).watched
-        assert [reference() for reference in seen.optimizers] == [optimizer]
-
-
-def test_optimizers_of_one_parameter_each_are_judged_as_one_optimizer_is():
-    """A step within the backward pass, beside one optimizer that steps after it."""
-    reports = []
-    weights = []
-    for in_backward in (False, True):
-        model = network()
-        parameters = [*model.parameters()]
-        groups = [[p] for p in parameters] if in_backward else [parameters]
-        optimizers = [torch.optim.Adam(group, lr=1e-3) for group in groups]
-        patient = optimizers if in_backward else optimizers[0]
-        formats = ("weights=bf16", "weights=e4m3:stochastic", "m=e4m3", "v=e4m3", "root=e4m3")
-        watching = Doctor(patient, formats=formats, model=model, sample=10_000)
-        if in_backward:
-            for p, optimizer in zip(parameters, optimizers, strict=True):
-
-                def step(_, optimizer=optimizer):
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-                p.register_post_accumulate_grad_hook(step)
-        draw = torch.Generator().manual_seed(1)
-        for update in range(70):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-                optimizer.param_groups[0]["lr"] = 1e-3 * 0.99**update  # a schedule
-            x = torch.randn(32, 4, generator=draw)
-            (model(x) - x[:, :2].sin()).square().mean().backward()
-            if not in_backward:
-                optimizers[0].step()
-        reports.append(watching.report())
-        weights.append(parameters)
-    assert all(map(torch.equal, *weights))
-    assert reports[0] == reports[1]
+        assert seen.optimizer is optimizer
 
 
 def sgd_like(name: str, kind=torch.optim.SGD, **group):
@@ -1161,10 +1127,7 @@ REFUSED = {
     "optimizers have a type": lambda: Doctor(torch.optim.Adam),
     "optimizers have a StepLR": lambda: Doctor(torch.optim.lr_scheduler.StepLR(adam(network()), 1)),
     "optimizers have a Prepared, which has no hooks": lambda: Doctor(circle()),
-    "optimizers of optimizer 0 are missing": lambda: Doctor([]),
-    "optimizers of optimizer 0 are Adam, SGD": lambda: Doctor(
-        [adam(network()), torch.optim.SGD(network().parameters())]
-    ),
+    "optimizers have a list": lambda: Doctor([adam(network())]),
     "optimizer 0 has no parameters": lambda: Doctor(adam(network().requires_grad_(False))),
     "parameters are torch.bfloat16": lambda: Doctor(adam(network().bfloat16())),
     "model is a Linear without optimizers": lambda: Doctor.of(nn.Linear(2, 2)),
@@ -1202,3 +1165,44 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_judged_is_refused_in_one_line(message):
     refused(message, REFUSED[message])
+
+
+IN_BF16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "around, inside, cures, is_noted",
+    [
+        (IN_BF16, contextlib.nullcontext, lambda: None, True),
+        (IN_BF16, IN_BF16, lambda: None, True),
+        (contextlib.nullcontext, IN_BF16, lambda: None, False),
+        (IN_BF16, contextlib.nullcontext, torch.clear_autocast_cache, False),
+        (lambda: IN_BF16(cache_enabled=False), IN_BF16, lambda: None, False),
+    ],
+)
+def test_training_within_one_autocast_region_is_told_that_its_casts_are_old(
+    around, inside, cures, is_noted
+):
+    model = network()
+    optimizer = adam(model)
+    watch = Watch(("weights=bf16",), (0.5, 4.0))
+    with watch.installed(), around():
+        for _ in range(4):
+            with inside():
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+            cures()
+    assert ("within one autocast region" in str(watch.report())) == is_noted
+
+
+def test_optimizers_of_steps_within_backward_are_refused_in_one_line():
+    model = network()
+    optimizers = [torch.optim.Adam([p]) for _ in range(3) for p in model.parameters()]
+    watch = Watch((), (0.5, 4.0))
+    with watch.installed():
+        for _ in range(40):
+            model(torch.ones(1, 4)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    (note,) = str(watch.report()).splitlines()
+    assert "join these parameters in one optimizer" in note

@@ -486,7 +486,7 @@ def test_tensors_that_are_unfrozen_later_have_findings_and_a_twin_leaves_them_ou
     assert {*findings[0]["tensor_errors"].values()} == {*findings[-1]["tensor_errors"].values()}
     assert findings[0]["error"] == 0
     code, _, err = run("twin", "weights=bf16", "--report", report, path)
-    assert code == 2 and "report has no weights=bf16" in err
+    assert code == 2 and "no weights=bf16 with a rate for each tensor: watch for longer" in err
 
 
 # Keep and twin
@@ -658,6 +658,9 @@ REFUSED = {
     "watch --json exists.json script.py": "json is exists.json, which exists",
     "watch none.py": "script is none.py: there is no such file",
     "watch folder": "script is folder, which is a folder",
+    "watch a/b.ipynb --lr 1": "script is a/b.ipynb, which is a notebook: .*nbconvert --to script a",
+    "keep v=bf16 B.IPYNB": "script is B.IPYNB, which is a notebook",
+    "twin m=bf16 --report report.json b.ipynb": "script is b.ipynb, which is a notebook",
     "watch script.py/a.py": "script is script.py/a.py, which cannot be read: Not a directory",
     "watch -m no.module": "module is no.module: there is no such module",
     "watch -m json.tol": "module is json.tol: there is no such module",
@@ -665,7 +668,7 @@ REFUSED = {
     "watch -m json": "module is json, which is a package: name a module in it",
     "keep targets=bf16 script.py": "formats has the place 'targets'",
     "keep = script.py": "formats is empty",
-    "twin weights=e8m1 --report report.json script.py": "report has no weights=e8m1: .* m=bf16",
+    "twin weights=e8m1 --report report.json script.py": "report has no weights=e8m1 .* m=bf16",
     "twin m=bf16 --report other.json script.py": "report is other.json, which .* did not write",
     "twin m=bf16 --report none.json script.py": "report is none.json, which cannot be read",
 }
@@ -815,4 +818,4 @@ def test_a_place_that_was_not_kept_and_a_twin_without_rates_are_named(tmp_path, 
     report.unlink()
     run("watch", "--json", report, script)
     code, _, err = run("twin", "weights=bf16", "--report", report, script)
-    assert code == 2 and "report has no weights=bf16: choose from none" in err
+    assert code == 2 and "no weights=bf16 with a rate for each tensor: watch for longer" in err

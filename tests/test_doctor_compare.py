@@ -272,6 +272,7 @@ def test_two_comparisons_do_not_share_a_folder(stub):
         (("v=bf16", *METRIC, "--higher", "--lower"), "not allowed with argument"),
         (("v=bf16", *METRIC, "--folder", "script.py"), "folder is script.py, which cannot be used"),
         (("v=bf16", *METRIC, "missing.py"), "script is missing.py: there is no such file"),
+        (("v=bf16", *METRIC, "train.ipynb"), "script is train.ipynb, which is a notebook"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(stub, arguments, message):
@@ -355,6 +356,15 @@ def test_what_float32_does_decides_what_can_be_said(tmp_path):
     # A script that does not read its seed
     results.add(FLOAT32, 1, results.exact[0], report_of())
     assert "All seeds give the same numbers" in results.table()
+
+
+@pytest.mark.parametrize("first", [-math.inf, math.inf, math.nan])
+def test_what_is_printed_before_there_is_a_number_is_not_the_start(first, tmp_path):
+    """Such as the best return, or the mean of no episodes."""
+    results = Results(Reading(r"loss (\S+)"))
+    for arm, numbers in ((FLOAT32, [first, 1, 2, 5]), ("v=bf16", [first, 1, 2, 3])):
+        results.add(arm, None, trace_of(log_of(tmp_path / "log", numbers), results.reading), None)
+    assert results.higher and results.gain([None]) == 4 and results.loss("v=bf16").share == 0.5
 
 
 @pytest.mark.parametrize(

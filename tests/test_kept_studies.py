@@ -1,5 +1,6 @@
 """Studies that are stopped and go on, and studies that grow: what is kept, and what is trained."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -16,12 +17,12 @@ import pytest
 from helpers import PATIENCE, SIZED, refusal, refused, run_cli, small, without_seconds
 
 from fp8rl.config import Config
-from fp8rl.disk import checkpoint
 from fp8rl.disk.run_folder import read_mark
 from fp8rl.history import History
 from fp8rl.machine import hardware
 from fp8rl.study import batch_file, comparison, parallel
-from fp8rl.study.batch_file import BatchFile, Keeping, Stopped, train_until
+from fp8rl.study.batch_file import BatchFile, SharedFile
+from fp8rl.train import iterate
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
@@ -59,17 +60,14 @@ def assert_same(ours: list[History], theirs: list[History]) -> None:
             np.testing.assert_array_equal(one.column(name), other.column(name), name)
 
 
-def after(iterations: int):
-    """A function that is False when it is called so many times, and True from then on."""
-    calls = itertools.count()
-    return lambda: next(calls) >= iterations
-
-
-def stop_after(iterations: int, folder: Path, configs: list[Config]) -> Stopped | None:
-    """Trains a batch until it is told to stop after so many iterations."""
+def train_further(iterations: int, folder: Path, configs: list[Config]) -> None:
+    """Trains a batch from its file so many iterations further, and saves it."""
     file = BatchFile(folder, configs)
     run = file.built(alone=len(configs) == 1)
-    return train_until(run, after(iterations), file, lambda: None)
+    with contextlib.closing(iterate(run)) as trained:
+        for _ in itertools.islice(trained, iterations):
+            pass
+        file.save(run)
 
 
 @pytest.fixture(scope="module")
@@ -82,76 +80,75 @@ def whole_cart() -> list[History]:
 def test_a_batch_that_is_stopped_goes_on_bit_for_bit(name, tmp_path):
     configs = BATCHES[name]
     whole = parallel.train_batch(each_of(configs), configs, 0, 195)
-    for iterations in (1, 2):  # after the first, and after three of the five
-        assert stop_after(iterations, tmp_path, configs) == Stopped(kept=True)
+    for iterations in (1, 2):  # of the five
+        train_further(iterations, tmp_path, configs)
         assert len(list(tmp_path.iterdir())) == 1
-    keeping = Keeping("goes on", tmp_path)
-    assert_same(parallel.train_batch(each_of(configs), configs, 0, 195, keeping), whole)
+    assert_same(parallel.train_batch(each_of(configs), configs, 0, 195, tmp_path), whole)
 
 
-def test_the_state_of_a_batch_elsewhere_travels(whole_cart, monkeypatch):
-    state = None
-    for study in ("first", "second"):
-        monkeypatch.setattr(parallel, "_told_to_stop", set())
-        monkeypatch.setattr(BatchFile, "is_due", lambda self, x=study: parallel.stop_batches(x))
-        keeping = Keeping(study, None, state)
-        kept, state = parallel.train_batch(None, CART, 0, 195, keeping)
-        assert kept and state
-        # Told before it begins, it only gives back what it got
-        again = parallel.train_batch(None, CART, 0, 195, keeping)
-        assert again == Stopped(True, keeping.state)
-    monkeypatch.setattr(BatchFile, "is_due", lambda self: False)
-    keeping = Keeping("third", None, state)
-    assert_same(parallel.train_batch(None, CART, 0, 195, keeping), whole_cart)
+class Variable:
+    """Stands for a variable of a scheduler."""
+
+    value = (0, None)
+
+    def get(self, timeout):
+        return self.value
+
+    def set(self, value):
+        self.value = value
 
 
-class Killed(BaseException):
-    pass
-
-
+@pytest.mark.parametrize("is_on_cluster", [False, True])
 def test_a_batch_that_is_killed_goes_on_from_where_it_was_saved_last(
-    tmp_path, whole_cart, monkeypatch
+    is_on_cluster, tmp_path, whole_cart, monkeypatch
 ):
-    monkeypatch.setattr(batch_file, "SECONDS", 0)
-    monkeypatch.setattr(batch_file, "SHARE", 1e9)  # so that each iteration is saved
-    file = BatchFile(tmp_path, CART)
-    calls = itertools.count()
+    variable = Variable()
+    keeping = SharedFile(variable) if is_on_cluster else tmp_path
+    monkeypatch.setattr(SharedFile, "require_wanted", lambda _: None)
+    keep = BatchFile.keep
+    lengths = []
 
-    def count():
-        if next(calls) == 4:
-            raise Killed
+    def killed(file, run):
+        file.pause = -1  # so that each iteration is saved
+        lengths.append(len(run.history))
+        if len(lengths) in (3, 6):
+            raise SystemExit
+        keep(file, run)
 
-    with pytest.raises(Killed):
-        train_until(file.built(alone=False), lambda: False, file, count)
-    assert len(BatchFile(tmp_path, CART).built(alone=False).history) == 3
-    keeping = Keeping("a", tmp_path)
+    monkeypatch.setattr(BatchFile, "keep", killed)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            parallel.train_batch(None, CART, 0, 195, keeping)
+    assert (variable.value[1] is not None) == is_on_cluster
     assert_same(parallel.train_batch(None, CART, 0, 195, keeping), whole_cart)
+    assert lengths == [1, 2, 3, 3, 4, 5, 5]
 
 
-def test_large_files_are_written_less_often(tmp_path, monkeypatch):
+def test_a_batch_is_saved_once_a_minute_at_last_and_large_files_less_often(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(batch_file.time, "monotonic", lambda: now[0])
     file = BatchFile(tmp_path, CART)
     run = file.built(alone=False)
+    seconds = iter([0] * 7 + [10, 0])
 
     def save(*_):
-        now[0] += 10
+        now[0] += next(seconds)
 
     monkeypatch.setattr(batch_file.checkpoint, "save", save)
-    for seconds, due in ((59, False), (2, True)):
-        now[0] += seconds
-        assert file.is_due() == due
-    file.save(run)
-    for seconds, due in ((499, False), (2, True)):
-        now[0] += seconds
-        assert file.is_due() == due
+    for pause in (1, 2, 5, 11, 23, 47, 60, 60, 500):
+        assert file.pause == pause
+        now[0] += pause
+        assert not file.is_due()
+        now[0] += 1
+        assert file.is_due()
+        file.save(run)
 
 
 def test_a_ring_that_memory_has_no_room_to_copy_is_not_saved(tmp_path, monkeypatch):
     file = BatchFile(tmp_path, CART)
     run = file.built(alone=False)
     monkeypatch.setattr(hardware, "available", lambda device="cpu": run.ring.nbytes - 1)
-    assert train_until(run, after(1), file, lambda: None) == Stopped(kept=False)
+    file.save(run)
     assert not list(tmp_path.iterdir())
 
 
@@ -190,13 +187,8 @@ def test_a_study_that_is_stopped_goes_on_to_the_same_results(tmp_path, one_proce
     assert process.returncode == 130
     said = err.splitlines()[-1]
     done = int(re.search(r"interrupted: (\d+) of 6 agents have finished", said)[1])
-    assert f", and {6 - done} go on from where they are, when study is called again" in said
+    assert done < 6 and "and the others go on from where they were last saved" in said
     assert "Traceback" not in err and "leaked" not in err
-    files = list(out.glob("batch-*"))
-    assert len(files) == (6 - done) / 3
-    for file in files:
-        _, state = checkpoint.resume(file)
-        assert len(state["history"]["iteration"]) > 0
     run_cli(*LONG, "--out", out)
     ours, theirs = (without_seconds(folder / "results.csv") for folder in (out, tmp_path / "whole"))
     assert ours == theirs and not list(out.glob("batch-*"))
@@ -255,29 +247,8 @@ def test_a_study_whose_worker_is_killed_says_so_in_one_line(tmp_path):
     assert "Traceback" not in err and "leaked" not in err
 
 
-def test_a_second_signal_does_not_wait(tmp_path, monkeypatch, capsys, one_process):
-    tells = []
-
-    def tell(study):
-        tells.append(study)
-        signal.raise_signal(signal.SIGINT)
-
-    executor = parallel.ProcessPoolExecutor(1)
-    executor.submit = lambda function, *arguments: parallel.Future()  # never ends
-    executor.stop_batches = tell
-    executor.is_elsewhere = True
-    executor.has_workers = lambda: True
-    monkeypatch.setattr(parallel, "LocalProcesses", lambda *_: executor)
-    monkeypatch.setattr(parallel, "next_results", lambda _: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(SystemExit) as caught:
-        run_cli(*STUDY, "--seeds", 1, "--steps", 512, "--out", tmp_path / "a")
-    assert caught.value.code == 130 and len(tells) == 1
-    said = capsys.readouterr().err
-    assert "2 go on from where they were last saved or begin again, and 0 go on" in said
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_results_that_arrive_while_a_study_is_interrupted_are_kept(
+def test_an_interrupted_study_keeps_the_results_that_it_has_written(
     number, tmp_path, monkeypatch, capsys, one_process
 ):
     add = comparison.Journal.add
@@ -291,8 +262,8 @@ def test_results_that_arrive_while_a_study_is_interrupted_are_kept(
     with pytest.raises(SystemExit) as caught:
         run_cli(*STUDY, "--seeds", 3, "--steps", 512, "--out", tmp_path)
     assert caught.value.code == 128 + number
-    assert "interrupted: 6 of 6 agents have finished" in capsys.readouterr().err
-    assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 6
+    assert "interrupted: 2 of 6 agents have finished" in capsys.readouterr().err
+    assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 2
 
 
 # Studies that grow

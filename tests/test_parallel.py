@@ -7,11 +7,12 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import InThisProcess
+from conftest import InThisProcess, cores
 from helpers import SMALL, refusal, refused, small
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.study import parallel
+from fp8rl.study.batch_file import BatchFile, SharedFile
 from fp8rl.train import train
 
 TINY = {"steps": 1_024, "eval_every": 512, "eval_episodes": 2} | SMALL
@@ -120,27 +122,26 @@ def test_a_process_gives_the_numbers_of_this_one(of_processes):
 @pytest.mark.filterwarnings("ignore:encoder is gru")
 @pytest.mark.parametrize("executor", [InThisProcess(), ThreadPoolExecutor(2)], ids=["here", "two"])
 def test_another_executor_gives_the_same_numbers_and_stays_open(executor, of_processes, capsys):
-    before = torch.get_num_threads()
     with executor:
         assert_same_numbers(dict(parallel.run_all(FIVE, executor, workers=2)), of_processes)
         assert executor.submit(pow, 2, 3).result() == 8
     said = capsys.readouterr().err
     assert "100%" in said and "5 agents" in said
-    assert torch.get_num_threads() == before
 
 
-def test_a_batch_computes_on_one_thread_wherever_it_is(monkeypatch):
+def test_a_batch_computes_on_one_core_and_later_threads_as_before(monkeypatch):
     threads = []
     monkeypatch.setattr(parallel, "keep_freed_memory", lambda: threads.append("kept"))
 
     def count(config):
-        threads.append(torch.get_num_threads())
+        threads.append(cores())
         return parallel.run(config)
 
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(3,)) as executor:
         list(parallel.run_all([small(steps=512)], executor, run=count, progress=False))
-        assert executor.submit(torch.get_num_threads).result() == 3
-    assert threads == ["kept", 1]
+        assert executor.submit(cores).result() == (3, 3)
+    torch.set_num_threads(1)  # which the executor's thread has set for later ones
+    assert threads == ["kept", (1, 3)]
 
 
 def test_who_stops_early_cancels_what_has_not_begun():
@@ -179,6 +180,18 @@ def test_an_executor_s_news_are_printed(capsys):
     executor.news = lambda: "no worker is left"
     list(parallel.run_all([small(steps=512)], executor, progress=False))
     assert capsys.readouterr().err == "fp8rl: no worker is left\n"
+
+
+def test_a_batch_that_begins_again_and_again_without_being_saved_is_told(tmp_path, capsys):
+    file = BatchFile(tmp_path, FIVE)
+    variable = SimpleNamespace()
+    file.shared = SharedFile(variable)
+    for begun, is_told in ((0, False), (1, False), (2, True), (2, False), (3, True), (0, False)):
+        variable.get = lambda timeout, begun=begun: (begun, None)
+        file.pause = -1
+        parallel.fetch([file])
+        said = capsys.readouterr().err
+        assert said.startswith(f"fp8rl: {file.path.stem} has begun {begun} times") == is_told
 
 
 def test_batches_that_finish_together_come_in_their_order():

@@ -1,5 +1,10 @@
 """Real optimizers beside a script's own: what is measured of them is what they do."""
 
+import collections
+import contextlib
+import copy
+import functools
+import itertools
 import random
 import sys
 
@@ -61,6 +66,29 @@ class Drifting(torch.optim.Adam):
         super().step()
         for p in self.param_groups[0]["params"]:
             p.sub_(1e-3 * (p.grad == 0))
+
+
+class ThreeBetas(torch.optim.Adam):
+    """Has options of other shapes than Adam's, as CAME has."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999, 0.9999), eps=(1e-30, 1e-16)):
+        super().__init__(params, lr, betas[:2], eps[1])
+
+
+class InGroups(torch.optim.SGD):
+    """Keeps its moments in its parameter groups, as GrokAdamW does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group.setdefault("grok_m", [torch.zeros_like(p) for p in group["params"]])
+        super().step()
+
+
+class EstimatesItsRate(torch.optim.Adam):
+    """Finds its learning rate itself, as Prodigy does."""
+
+    def __init__(self, params, lr=1.0, betas=(0.9, 0.999), d0=1e-6):
+        super().__init__(params, lr, betas)
 
 
 class Kahan(torch.optim.SGD):
@@ -177,6 +205,7 @@ def test_leaps_and_divergence_have_words():
     leaping, exploding = findings.values()
     assert leaping.verdict == "leaps"
     assert leaping.longest_step == pytest.approx(1000, rel=0.01)
+    assert leaping.why.startswith("the longest step is in 0.weight")
     assert exploding.verdict == "diverges"
     assert "at update 40" in exploding.why
 
@@ -233,7 +262,8 @@ def test_weight_decay_that_is_lost_is_told():
         ["model=bf16", "torch.optim:AdamW"], kind=torch.optim.AdamW, weight_decay=0.1
     )
     assert findings["model=bf16"].decay_rate == 0
-    assert "0.00 of the weight decay arrives" in str(findings["model=bf16"])
+    # What is worse leads
+    assert str(findings["model=bf16"]).startswith("model=bf16: slower: 0.00 of the weight decay")
     assert findings["optimizer=torch.optim:AdamW"].decay_rate == pytest.approx(1, abs=1e-3)
 
 
@@ -244,6 +274,92 @@ def test_changes_by_other_code_are_no_steps():
 
     finding = watched(["torch.optim:Adam"], between=push)["optimizer=torch.optim:Adam"]
     assert finding.rate == pytest.approx(1, abs=1e-3)
+
+
+def through_data(change):
+    """A change of every parameter that its version does not tell of."""
+
+    def changed(model, optimizer):
+        for p in model.parameters():
+            change(p.data)
+
+    return changed
+
+
+def clear_moments(model, optimizer):
+    for state in optimizer.state.values():
+        for x in state.values():
+            if x is not None:
+                x.data.zero_()
+
+
+def replace_state(model, optimizer):
+    optimizer.state = collections.defaultdict(dict)
+
+
+def load_fresh_state(model, optimizer):
+    optimizer.load_state_dict(type(optimizer)(model.parameters(), lr=1e-3).state_dict())
+
+
+def change_options(model, optimizer):
+    optimizer.param_groups[0].update(lr=3e-3, weight_decay=0.1)
+
+
+# What a script may do between two steps
+CHANGES = {
+    "clamp": through_data(lambda x: x.clamp_(-0.05, 0.05)),
+    "mask": through_data(lambda x: x.mul_(x > 0)),
+    "broadcast": through_data(lambda x: x.copy_(torch.full_like(x, 0.1))),
+    "zeroed moments": clear_moments,
+    "empty state": lambda model, optimizer: optimizer.state.clear(),
+    "new state": replace_state,
+    "loaded state": load_fresh_state,
+    "options": change_options,
+}
+OWN_CLASSES = {
+    "Adam": torch.optim.Adam,
+    "SGD": functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+    "RMSprop": torch.optim.RMSprop,
+}
+
+
+def changed_training(kind: str, change, attach) -> nn.Module:
+    """A training that resumes, and whose weights or state are changed at updates 40 and 70."""
+    model = network()
+    optimizer = OWN_CLASSES[kind](model.parameters(), lr=1e-3)
+    train(model, optimizer, 8)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    updates = itertools.count(1)
+
+    def between():
+        if next(updates) in (40, 70):
+            change(model, optimizer)
+
+    with attach(optimizer):
+        train(model, optimizer, 96, between)
+    return model
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", OWN_CLASSES)
+def test_script_s_own_class_is_the_control_whatever_other_code_changes(kind, change):
+    entry = f"optimizer=torch.optim:{kind}"
+    doctors = []
+
+    def watching(optimizer):
+        formats = ("weights=fp32", "m=fp32", "v=fp32", entry)
+        doctors.append(Doctor(optimizer, formats=formats))
+        return contextlib.nullcontext()
+
+    changed_training(kind, CHANGES[change], watching)
+    for finding in doctors[0].report():
+        assert finding.rate == pytest.approx(1, abs=1e-3), str(finding)
+        assert finding.verdict == "as float32"
+    keep = Keep(entry)
+    kept = changed_training(kind, CHANGES[change], lambda optimizer: keep.installed())
+    plain = changed_training(kind, CHANGES[change], lambda optimizer: contextlib.nullcontext())
+    for p, q in zip(kept.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 def test_schedule_of_the_script_is_followed():
@@ -267,6 +383,8 @@ def test_schedule_of_the_script_is_followed():
         (f"{HERE}:Failing", torch.optim.SGD, "failed in step 1 (RuntimeError: there is no GPU)"),
         ("torch.optim:SGD:momentum=-1", torch.optim.SGD, "Invalid momentum"),
         ("torch.nowhere:SGD", torch.optim.SGD, "cannot be imported"),
+        ("torch.optim:Muon", torch.optim.AdamW, "Muon has no betas, which AdamW has"),
+        (f"{HERE}:EstimatesItsRate", torch.optim.Adam, "name its own, as in"),
     ],
 )
 def test_class_that_cannot_stand_for_the_script_s_is_not_judged(entry, kind, part):
@@ -274,6 +392,33 @@ def test_class_that_cannot_stand_for_the_script_s_is_not_judged(entry, kind, par
     assert finding.verdict == "not judged"
     assert part in finding.why
     assert "\n" not in finding.why
+
+
+def test_class_with_other_options_is_judged_with_its_own():
+    (finding,) = watched([f"{HERE}:ThreeBetas"]).values()
+    assert "it has its own betas, (0.9, 0.999, 0.9999)" in finding.why
+    assert "it has its own eps, (1e-30, 1e-16)" in finding.why
+    # Named with its options, a class of another kind is judged
+    (finding,) = watched(["torch.optim:SGD:momentum=0.5"]).values()
+    assert "SGD has no betas, which Adam has" in finding.why
+    (finding,) = watched([f"{HERE}:EstimatesItsRate:lr=1e-3"]).values()
+    assert finding.verdict == "as float32"
+
+
+def test_class_that_makes_the_script_s_steps_is_the_same_and_no_cure():
+    same, bf16 = watched(["torch.optim:Adam", "model=bf16"], lr=1e-6).values()
+    assert same.why.startswith("it is the same as the script's own")
+    assert (bf16.verdict, bf16.cure) == ("slower", "keep it in float32")
+
+
+def test_tensors_in_parameter_groups_count_as_bytes():
+    (finding,) = watched([f"{HERE}:InGroups"], kind=torch.optim.SGD).values()
+    assert finding.bytes_per_parameter == 8
+
+
+def test_class_of_a_package_whose_name_is_a_short_name_can_be_named():
+    entry = read_real_optimizer("optimizer=schedulefree:RAdamScheduleFree")
+    assert (entry.module, entry.classes) == ("schedulefree", {"": "RAdamScheduleFree"})
 
 
 @pytest.mark.parametrize(

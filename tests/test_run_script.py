@@ -186,6 +186,28 @@ def test_a_script_ends_as_it_does_alone(end, tmp_path):
     assert_the_same("script.py", cwd=tmp_path)
 
 
+STREAMS = ("2>&-", "2>/dev/full", "2> >(:)", ">&-", ">&- 2>&-", ">/dev/full 2>&1")
+
+
+@pytest.mark.parametrize("streams", STREAMS)
+def test_streams_that_are_closed_or_full_change_no_exit_code(streams, tmp_path):
+    """And what would go to stderr does not go to stdout instead."""
+    write(tmp_path / "script.py", "import sys; sys.exit(int(sys.argv[1]))")
+    expected = {"watch script.py 0": 0, "watch script.py 3": 3}
+    expected |= {"keep v=bf16 script.py 0": 2, "watch none.py": 2, "watch --list": 0}
+    expected["watch --list"] = 2 if streams.startswith(">/dev/full") else 0
+    codes = {}
+    for words in expected:
+        line = f"{sys.executable} -m fp8rl.doctor {words} {streams}"
+        ended = python("-c", SHELL, line, cwd=tmp_path)
+        codes[words] = ended.returncode
+        assert ended.stdout == "" or words == "watch --list"
+    assert codes == expected
+
+
+SHELL = "import os, sys; os.execvp('bash', ['bash', '-c', sys.argv[1]])"
+
+
 def test_main_is_the_script_s_to_the_end(tmp_path):
     """Its handlers run after the report."""
     source = """

@@ -63,8 +63,8 @@ def compare(
     Args:
         out: Folder for results.csv, table.md and curves.png.
             A study that was stopped goes on near where it was when it is called again: its batches
-            are saved once a minute, and at Ctrl-C. Called with more seeds, precisions or values of
-            a number, it trains the agents that are new, in batches of their own.
+            are saved once a minute. Called with more seeds, precisions or values of a number, it
+            trains the agents that are new, in batches of their own.
         comparison: What is compared.
         sweep: Numbers of the agents. Several values (--learning-rate 1e-4 3e-4) are crossed.
         overwrite: Replace a study that the folder holds.
@@ -120,58 +120,35 @@ def train_all(
 
     If it is interrupted, it tells what is kept, and exits.
     """
-    kept = parallel.KeptBatches(folder.path)
-
-    def add(config: Config, history: History) -> None:
-        # A signal must not come between this and what the study knows of it.
-        with parallel.held_signals(), folder.writing():
-            journal.add(arm_of[config], config, history)
-        if history.failure:
-            print(
-                f"fp8rl: warning: {arm_of[config]}, seed {config.seed}: {history.failure}",
-                file=sys.stderr,
-            )
-
     finished = parallel.run_batches(
         tasks,
         cluster,
         workers,
         done=set(journal.histories),
         threshold=comparison.threshold,
-        kept=kept,
+        folder=folder.path,
     )
-    code = None
     try:
         # Closed before the cluster is, whatever happens here
         with contextlib.closing(finished):
             for config, history in finished:
-                add(config, history)
-    except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
-    except SystemExit as ended:  # at SIGTERM
-        code = ended.code
-    if code is None:
-        return
-    for config, history in kept.finished:  # while the others were stopped
-        if config not in journal.histories:
-            add(config, history)
-    print(f"fp8rl: interrupted: {what_is_kept(kept, journal, arm_of)}", file=sys.stderr)
-    sys.exit(code)
-
-
-def what_is_kept(
-    kept: parallel.KeptBatches, journal: study.Journal, arm_of: dict[Config, str]
-) -> str:
-    """What a study that was interrupted keeps, in a part of a line."""
-    done = sum(config in journal.histories for config in arm_of)
-    others = len(arm_of) - done - kept.lost
-    lost = ""
-    if kept.lost:
-        lost = f", {kept.lost} go on from where they were last saved or begin again"
-    return (
-        f"{done} of {len(arm_of)} agents have finished{lost}, and {others} go on from where they "
-        "are, when study is called again with the same options"
-    )
+                # A signal must not come between this and what the study knows of it.
+                with parallel.held_signals(), folder.writing():
+                    journal.add(arm_of[config], config, history)
+                if history.failure:
+                    print(
+                        f"fp8rl: warning: {arm_of[config]}, seed {config.seed}: {history.failure}",
+                        file=sys.stderr,
+                    )
+    except (KeyboardInterrupt, SystemExit) as ended:  # the second at SIGTERM
+        done = sum(config in journal.histories for config in arm_of)
+        print(
+            f"fp8rl: interrupted: {done} of {len(arm_of)} agents have finished, and the others go "
+            "on from where they were last saved (once a minute), when study is called again with "
+            "the same options",
+            file=sys.stderr,
+        )
+        sys.exit(getattr(ended, "code", 128 + signal.SIGINT))
 
 
 def arms_of(comparison: study.Comparison, numbers: dict[str, tuple]) -> dict[str, list[Config]]:

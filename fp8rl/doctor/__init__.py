@@ -26,7 +26,6 @@ FILES = {
     "MomentBounds": "format_rows",
     "NumberSums": "sample",
     "Operands": "low_bit_gradients",
-    "PooledOptimizers": "pooled_optimizers",
     "Report": "findings",
     "Sample": "sample",
     "Through": "low_bit_gradients",

@@ -60,7 +60,7 @@ from ..bits.notation import (
 )
 from .real_optimizers import catalogue_as_text, is_real, read_real_optimizer, split_real
 from .report_file import NO_STEP, ReportFile, read_report, report_as_json, require_rates
-from .run_script import AfterImport, Refusal, Target, before_termination, first_line
+from .run_script import AfterImport, Refusal, Target, before_termination, first_line, print_out, say
 
 EXAMPLES = """\
 examples:
@@ -117,7 +117,7 @@ class PrintCatalogue(argparse.Action):
     """Prints the real optimizers that can be named, and ends the command."""
 
     def __call__(self, parser, *arguments):
-        print(catalogue_as_text())
+        print_out(catalogue_as_text())
         parser.exit()
 
 
@@ -270,6 +270,11 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
         options.formats = formats
     if options.command == "mismatch":
         return options, None
+    if options.script.lower().endswith(".ipynb") and not options.is_module:
+        raise Refusal(
+            f"script is {options.script}, which is a notebook: run the script that "
+            f"`jupyter nbconvert --to script {options.script}` writes"
+        )
     return options, Target(options.script, options.arguments, options.is_module)
 
 
@@ -308,7 +313,7 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
         "--start",
         type=float,
         metavar="NUMBER",
-        help="the metric before training (default: its first number)",
+        help="the metric before training (default: its first finite number)",
     )
     parser.add_argument(
         "--step",
@@ -442,7 +447,7 @@ def run_watch(options: argparse.Namespace, target: Target) -> int:
                 file.write(content)
         finally:
             if not options.quiet:
-                print(f"\nfp8rl.doctor:\n{text}", file=sys.stderr)
+                say(f"\nfp8rl.doctor:\n{text}")
 
     def report_so_far() -> None:
         if not (reports and attached.is_here):
@@ -450,7 +455,7 @@ def run_watch(options: argparse.Namespace, target: Target) -> int:
         try:
             report()
         except Exception as error:  # perhaps in the middle of a step
-            print(f"fp8rl.doctor: there is no report: {first_line(error)}", file=sys.stderr)
+            say(f"fp8rl.doctor: there is no report: {first_line(error)}")
             if file:
                 file.give_up()
 
@@ -591,14 +596,14 @@ def code_of_change(attached: Attached, code: int) -> int:
     if not attached.is_here:
         return code
     if attached.hooks is None:
-        print(f"fp8rl.doctor: {NO_STEP}: nothing was changed", file=sys.stderr)
+        say(f"fp8rl.doctor: {NO_STEP}: nothing was changed")
         return code if code % 256 else 2
     if attached.hooks.refusal:  # which has been printed
         return 2
     for note in attached.hooks.notes:
-        print(f"fp8rl.doctor: {note}", file=sys.stderr)
+        say(f"fp8rl.doctor: {note}")
     if complaint := attached.hooks.complaint():
-        print(f"fp8rl.doctor: {complaint}", file=sys.stderr)
+        say(f"fp8rl.doctor: {complaint}")
         return code if code % 256 else 2
     return code
 
@@ -625,10 +630,7 @@ def run_mismatch(options: argparse.Namespace, target: None) -> int:
         lines.append(report.stack_table())
     if options.json:
         ReportFile(options.json).write(report.to_json())
-    try:
-        print("\n".join(lines), flush=True)
-    except BrokenPipeError:  # the reader has seen enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print_out("\n".join(lines))
     return 0
 
 
@@ -644,9 +646,9 @@ def main(arguments: list[str] | None = None) -> None:
         options, target = parse(sys.argv[1:] if arguments is None else arguments)
         code = commands[options.command](options, target)
     except (Refusal, ValueError) as error:
-        print(f"fp8rl.doctor: {first_line(error)}", file=sys.stderr)
+        say(f"fp8rl.doctor: {first_line(error)}")
         code = 2
     except KeyboardInterrupt:  # of a report that takes long
-        print("fp8rl.doctor: interrupted", file=sys.stderr)
+        say("fp8rl.doctor: interrupted")
         code = 130
     sys.exit(code)

@@ -22,7 +22,7 @@ from typing import NamedTuple, TextIO
 from ..bits.notation import TOLERATES
 from .compare_table import FLOAT32, Reading, Results, last_lines, trace_of
 from .report_file import fcntl, read_report
-from .run_script import Refusal, Target, before_termination, reason
+from .run_script import Refusal, Target, before_termination, print_out, reason, say
 
 PAUSE = 0.05  # seconds between two looks at the processes
 PATIENCE = 10  # seconds that a process has to end after SIGTERM
@@ -234,7 +234,7 @@ class Process(NamedTuple):
 
 
 class Progress:
-    """Prints a line on stderr for each finished training, and a bar where tqdm is installed.
+    """Prints a line on stderr for each finished training.
 
     `total`  trainings of the comparison
     `left`   those that had not ended when this process began
@@ -245,36 +245,17 @@ class Progress:
         self.before = total - left  # trainings that an earlier process has finished
         self.done = self.before
         self.started = time.monotonic()
-        self.bar = None
-        with contextlib.suppress(ImportError):
-            from tqdm import tqdm
-
-            self.bar = tqdm(  # disable=None: no bar where stderr is no terminal
-                total=total, initial=self.done, unit="run", disable=None, leave=False
-            )
         if self.before:
-            self.say(f"{self.before} of {total} runs have been made before")
-
-    def say(self, line: str) -> None:
-        if self.bar is None:
-            print(line, file=sys.stderr, flush=True)
-        else:
-            self.bar.write(line, file=sys.stderr)
+            say(f"{self.before} of {total} runs have been made before")
 
     def finished(self, name: str, what: str) -> None:
         self.done += 1
-        if self.bar is not None:
-            self.bar.update()
         elapsed = time.monotonic() - self.started
         expected = elapsed / (self.done - self.before) * (self.total - self.done)
         times = f"{clock(elapsed)} elapsed"
         if self.done < self.total:
             times += f", about {clock(expected)} to go"
-        self.say(f"{name}: {what} (run {self.done} of {self.total}, {times})")
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        say(f"{name}: {what} (run {self.done} of {self.total}, {times})")
 
 
 def clock(seconds: float) -> str:
@@ -316,7 +297,6 @@ class Trainings:
                     time.sleep(PAUSE)
         finally:
             self.stop()
-            progress.close()
 
     def start(self, run: Run) -> None:
         self.folder.begin(run)
@@ -398,10 +378,9 @@ def compare_in(folder: Folder, comparison: Comparison, jobs: int) -> int:
     except KeyboardInterrupt:
         runs = comparison.runs()
         finished = sum(folder.log(run).exists() for run in runs)
-        print(
+        say(
             f"fp8rl.doctor: interrupted: {finished} of {len(runs)} runs are finished; "
-            "the same command goes on with the rest",
-            file=sys.stderr,
+            "the same command goes on with the rest"
         )
         return 130
     results = Results(comparison.reading)
@@ -414,9 +393,9 @@ def compare_in(folder: Folder, comparison: Comparison, jobs: int) -> int:
         results.add(run.format, run.seed, trace, report)
     table = results.table()
     (folder.path / "table.md").write_text(table, encoding="utf-8")
-    print(table, end="")
     results.write_csv(folder.results)
     draw(results, folder.path / "curves.png")
+    print_out(table.rstrip())
     return 1 if results.failures else 0
 
 
@@ -427,4 +406,4 @@ def draw(results: Results, path: Path) -> None:
 
         figure_of(results).savefig(path, dpi=150)
     except ImportError:
-        print(f"fp8rl.doctor: for {path}: pip install matplotlib", file=sys.stderr)
+        say(f"fp8rl.doctor: for {path}: pip install matplotlib")

@@ -42,7 +42,7 @@ class Reading(NamedTuple):
     `metric`  a regular expression; a number is what its group finds, or all of it without a group
     `seeds`   of the trainings; empty if there is one of each
     `last`    how many numbers at the end the outcome is the mean of
-    `start`   the metric before training; None means its first number
+    `start`   the metric before training; None means its first finite number
     `higher`  whether more is better; None means the direction in which float32 moves it
     `loss`    the share of float32's gain that an arm must lose before it counts as worse
     `step`    a regular expression for how far the training is, on the line of the metric or before
@@ -256,10 +256,10 @@ class Results:
         return 1 if self.higher else -1
 
     def start(self, seed: int | None) -> float:
-        """The metric before training."""
+        """The metric before training. A script may print -inf or NaN until it has a number."""
         if self.reading.start is not None:
             return self.reading.start
-        return self.exact[seed].numbers[0]
+        return finite_of(self.exact[seed])[0]
 
     def gain(self, seeds: Iterable[int | None]) -> float:
         """How much better float32's outcome is than its start, as a mean over seeds."""
@@ -358,7 +358,7 @@ class Results:
         if self.reading.last > 1:
             outcome = f"the mean of the last {self.reading.last} numbers"
         if self.reading.start is None:
-            start = "the first number"
+            start = "the first finite number"
         else:
             start = f"the start ({self.reading.start:g})"
         notes = [
@@ -433,8 +433,14 @@ class Results:
 
 def movement_of(trace: Trace) -> float:
     """How far the metric moves from the first to the last quarter of its numbers."""
-    quarter = max(1, len(trace.numbers) // 4)
-    return mean(trace.numbers[-quarter:]) - mean(trace.numbers[:quarter])
+    numbers = finite_of(trace)
+    quarter = max(1, len(numbers) // 4)
+    return mean(numbers[-quarter:]) - mean(numbers[:quarter])
+
+
+def finite_of(trace: Trace) -> list[float]:
+    """The finite numbers of a trace, or all if none is finite."""
+    return [x for x in trace.numbers if math.isfinite(x)] or trace.numbers
 
 
 def mean(numbers: list[float]) -> float:

@@ -52,7 +52,6 @@ from .averages import AVERAGES, Average
 from .findings import Finding, Report, with_cures
 from .low_bit_gradients import LENGTH as LOOK_LENGTH
 from .low_bit_gradients import Operands, with_same_random_numbers
-from .pooled_optimizers import PooledOptimizers
 from .real_optimizers import is_real, read_real_optimizer
 from .sample import tensor_names
 from .verdicts import judge, listed
@@ -118,8 +117,7 @@ class Doctor:
         >>> doctor.report().require("weights=bf16:stochastic")
 
     `watched`    the optimizers to watch. A wrapper is seen through: what it has as `optimizer` or
-                 `base_optimizer` is watched. A list of optimizers of one class that step in turn,
-                 such as one for each parameter, is watched as one optimizer.
+                 `base_optimizer` is watched.
     `formats`    the places and formats to judge. Formats of operands are judged only if `look` is
                  called. For an optimizer that is not Adam or AdamW, or that uses amsgrad, only
                  weights are judged, and of SGD sums of gradients. An optimizer whose step is not in
@@ -151,7 +149,7 @@ class Doctor:
 
     def __init__(
         self,
-        *watched: torch.optim.Optimizer | list[torch.optim.Optimizer],
+        *watched: torch.optim.Optimizer,
         formats: Iterable[str] = FORMATS,
         optimizers: Iterable[str] = (),
         tolerates: tuple[float, float] = TOLERATES,
@@ -195,25 +193,22 @@ class Doctor:
         self.modules = [weakref.ref(module) for module in modules]
         self.watched = []
         self.copies: dict[str, WatchedCopies] = {}  # by the name of their optimizer
-        for name, one_or_several in zip(names, watched, strict=True):
-            is_pool = isinstance(one_or_several, list | tuple)
-            several = [*one_or_several] if is_pool else [one_or_several]
-            kind = PooledOptimizers if is_pool else WatchedOptimizer
-            innermost = [innermost_optimizer(optimizer) for optimizer in several]
-            watched_one = kind(name, innermost, modules, state, length, sample, seed)
+        for name, wrapped in zip(names, watched, strict=True):
+            optimizer = innermost_optimizer(wrapped)
+            watched_one = WatchedOptimizer(name, optimizer, modules, state, length, sample, seed)
             watched_one.attach()
             self.watched.append(watched_one)
-            if real and watched_one.is_in_proportion and not is_pool:
+            if real and watched_one.is_in_proportion:
                 self.copies[name] = WatchedCopies(
                     name,
-                    innermost[0],
+                    optimizer,
                     watched_one.parameters,
                     watched_one.tensor_names,
                     real,
                     length,
                     watched_one.sample,
                 )
-                watched_one.hooks += self.copies[name].install(innermost[0])
+                watched_one.hooks += self.copies[name].install(optimizer)
         self.real = [entry.text for entry in real]
         self.averages: dict[str, Average] = {}
         self.looks_at_acting: list[list[ActingLook]] = []  # for each call of `act`, by format
@@ -377,7 +372,7 @@ class Doctor:
         first = self.watched[0]
         average = Average(rate, tensors, names, entries, first.length, sample)
         self.averages[name] = average
-        if (optimizer := first.optimizers[0]()) is not None:
+        if (optimizer := first.optimizer) is not None:
             look = torch.compiler.disable(average.look)
             first.hooks.append(optimizer.register_step_pre_hook(look))
 
@@ -392,14 +387,13 @@ class Doctor:
         """The findings so far."""
         report = Report()
         for watched in self.watched:
-            watched.finish()
             for part in watched.parts:
                 report += with_cures(self.findings_of(part, watched.follows_all))
             report.notes += notes_on_tensors(watched)
             if self.real and watched.name not in self.copies:
                 report.notes.append(
                     f"{watched.name}: real optimizers are not judged: its step is not in "
-                    "proportion to its learning rate, or is made by many optimizers"
+                    "proportion to its learning rate"
                 )
             if not watched.names:
                 if trouble := watched.trouble():

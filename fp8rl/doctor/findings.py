@@ -13,6 +13,7 @@ from .real_optimizers import PLACES as REAL_PLACES
 
 AS_FLOAT32 = "as float32"
 NOT_JUDGED = "not judged"
+SAME = "it is the same as the script's own"  # a real optimizer, which then saves nothing
 # A real optimizer drifts if it moves a larger share of the numbers although float32 does not.
 DRIFTING = 0.01
 
@@ -119,21 +120,6 @@ class Finding(NamedTuple):
     def is_fine(self) -> bool:
         return self.verdict == AS_FLOAT32
 
-    def of_tensors(self, numbers: list[int]) -> "Finding":
-        """The finding with the rates of some tensors alone, by their numbers."""
-        names = [name for t, name in enumerate(self.tensors) if t in numbers]
-
-        def chosen(parts: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
-            return tuple(tuple(part[t] for t in numbers) for part in parts)
-
-        return self._replace(
-            tensors={name: self.tensors[name] for name in names},
-            tensor_errors={name: self.tensor_errors[name] for name in names},
-            tensor_rates=chosen(self.tensor_rates),
-            tensor_noise=chosen(self.tensor_noise),
-            free_tensor_rates=chosen(self.free_tensor_rates),
-        )
-
     def of_real_optimizer(self) -> str:
         """What was measured of a real optimizer besides its rate; empty for other places."""
         if math.isnan(self.longest_step):
@@ -144,7 +130,8 @@ class Finding(NamedTuple):
         ]
         if self.drifted > DRIFTING:
             parts.append(f"{self.drifted:.0%} of the numbers move although float32's stand still")
-        if math.isfinite(self.decay_rate) and abs(self.decay_rate - 1) > 0.1:
+        is_off = math.isfinite(self.decay_rate) and abs(self.decay_rate - 1) > 0.1
+        if is_off and "weight decay" not in self.why:
             parts.append(f"{self.decay_rate:.2f} of the weight decay arrives")
         parts.append(f"{self.bytes_per_parameter:.3g} bytes a parameter")
         if self.left_in_float32:
@@ -255,7 +242,11 @@ def cure_of(finding: Finding, findings: list[Finding]) -> str:
     The same format with a scale or with stochastic rounding is tried first, for v also its root,
     and then any format of the same place that has no more bits.
     """
-    fine = {candidate.text: candidate for candidate in findings if candidate.is_fine}
+    fine = {
+        candidate.text: candidate
+        for candidate in findings
+        if candidate.is_fine and not candidate.why.startswith(SAME)
+    }
     place = finding.place
     bare = finding.format.split(":")[0]
     texts = [

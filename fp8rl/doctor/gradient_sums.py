@@ -45,17 +45,13 @@ class Contribution(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of the optimizer, with what it needs beside the sum.
+    """A step of the optimizer, as WatchedOptimizer has read it.
 
-    `gradient`  float32 [T, P], the gradient of the step: the sum as other code has left it
-    `weight`    float32 [T, P], weights before the step
-    `live`      for each of the T tensors, whether it has a gradient
+    `update`    the update: weights, gradient and, of Adam, moments before and after it
     `settings`  settings of each parameter group: GroupSettings of Adam, MomentumSettings of SGD
     """
 
-    gradient: torch.Tensor
-    weight: torch.Tensor
-    live: list[bool]
+    update: NamedTuple
     settings: list[tuple]
 
 
@@ -114,9 +110,7 @@ class GradientSums:
         self.next_window = WAITED
         self.length = SHORT if samples else watched.length
         self.trouble = ""
-        if len(watched.optimizers) > 1:
-            self.trouble = "an optimizer that is one of many steps as soon as it has a gradient"
-        elif not (watched.is_adam or issubclass(kind, torch.optim.SGD)):
+        if not (watched.is_adam or issubclass(kind, torch.optim.SGD)):
             self.trouble = "sums of gradients are followed of SGD, and of Adam without amsgrad"
         if self.trouble and samples:
             self.names = []
@@ -198,7 +192,8 @@ class GradientSums:
         if self.trouble or self.waits or self.pauses:
             return
         self.replay()
-        self.steps = max(int(state.get("step", 0)) for state in self.watched.states())
+        self.steps = float(self.watched.count_steps())
+        self.state: np.ndarray | None = None  # Adam's moments after the last step
         rows = (1 + len(self.names), 1, 1)
         names = ("exp_avg", "exp_avg_sq") if self.watched.is_adam else ("momentum_buffer",)
         moments = [self.watched.sample.take(self.watched.moment(name)) for name in names]
@@ -214,13 +209,13 @@ class GradientSums:
             self.sum[:] = 0
             self.kept[:] = 0
 
-    def after_step(self, gradient: torch.Tensor, weight: torch.Tensor, live: list[bool]) -> None:
-        """Records a step of the optimizer, as WatchedOptimizer has read it."""
+    def after_step(self, update) -> None:
+        """Records a step of the optimizer (an Update of WatchedOptimizer)."""
         if self.trouble:
             return
         self.updates += 1
         if self.waits:
-            self.decide(live)
+            self.decide(update.live)
             return
         if self.pauses:
             if self.updates >= self.next_window:
@@ -231,7 +226,7 @@ class GradientSums:
         if not self.watched.is_adam:
             groups = self.watched.groups[: len(settings)]
             settings = [MomentumSettings.of(group) for group in groups]
-        self.records.append(Step(gradient, weight, live, settings))
+        self.records.append(Step(update, settings))
         self.steps_recorded += 1
         if self.samples and self.steps_recorded == self.length:
             self.replay()
@@ -303,11 +298,14 @@ class GradientSums:
 
     def step(self, step: Step) -> None:
         """Takes the optimizer's step with each of the sums."""
-        gradient = step.gradient.cpu().numpy()
+        update = step.update
+        gradient = update.gradient.cpu().numpy()
+        if not self.samples:
+            self.take_state(update)
         if not np.isfinite(gradient).all():
             return
-        weight = step.weight.cpu().numpy()
-        live = np.array(step.live).reshape(-1, 1)
+        weight = update.weight.cpu().numpy()
+        live = np.array(update.live).reshape(-1, 1)
         everything = list(range(len(live)))
         kept = self.carried(everything, gradient)
         unseen = live[:, 0] & ~self.has_new  # such as a gradient that was there before the doctor
@@ -334,6 +332,18 @@ class GradientSums:
             self.windows.append(WindowSums.of(moved, true, lost, emphasis))
             self.numbers.add(moved, true)
             self.moved = None
+
+    def take_state(self, update) -> None:
+        """Gives all rows the moments of the optimizer where other code has changed these."""
+        before, after = (x[len(update.live) :].cpu().numpy() for x in (update.before, update.after))
+        last = before if self.state is None else self.state
+        self.state = after[len(update.live) :]
+        changed = np.split(before != last, len(self.moments)) if self.watched.is_adam else []
+        for i, is_changed in enumerate(changed):
+            now = np.split(before, len(self.moments))[i]
+            self.moments[i] = np.where(is_changed, now, self.moments[i])
+        if any(is_changed.any() for is_changed in changed):
+            self.steps = float(update.steps)
 
     def step_of_adam(self, columns, gradients, weight, live) -> np.ndarray:
         """Adam's steps, without their sign, [1 + C, T, P]."""

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 
 from .doctor import innermost_optimizer, optimizer_inside
 from .optimizer_copy import is_step_of_copy
-from .run_script import Refusal, first_line
+from .run_script import Refusal, first_line, say
 
 
 class Optimizers:
@@ -167,7 +167,7 @@ class Change(Hooks):
                     stream.flush()
             os._exit(2)
         self.refusal = why
-        print(f"fp8rl.doctor: {why}", file=sys.stderr)
+        say(f"fp8rl.doctor: {why}")
         raise SystemExit(2)
 
 

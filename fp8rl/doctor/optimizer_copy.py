@@ -23,10 +23,11 @@ import numpy as np
 import torch
 
 from .real_optimizers import RealOptimizer
+from .watched_optimizer import NOT_IN_PROPORTION
 
 # Options that say how a step is computed, not which step it is
 IMPLEMENTATION = {"capturable", "differentiable", "foreach", "fused", "decoupled_weight_decay"}
-# Options that another class may lack and still do the same
+# Options that another class may lack, and still do the same
 UNIMPORTANT = {"eps", *IMPLEMENTATION}
 TYPES = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -83,9 +84,9 @@ class OptimizerCopy:
     `entry`      which class, with which options (real_optimizers.py)
     `optimizer`  the script's optimizer
 
-    `parameters` has the copy of each parameter by the identity of the script's one. Parameters
-    of other types are left out. Parameters that do not learn are copied, too, because they may
-    learn later.
+    `parameters` has the copy of each parameter by the identity of the script's one. `left_out` says
+    in words which options are not the script's. Parameters of other types are left out. Parameters
+    that do not learn are copied, too, because they may learn later.
 
     Raises ValueError, with a message of one line, where the class cannot stand for the script's.
     """
@@ -94,8 +95,7 @@ class OptimizerCopy:
         self.entry = entry
         self.type = TYPES[entry.type]
         self.parameters: dict[int, torch.nn.Parameter] = {}
-        self.versions: dict[int, int] = {}  # of the script's parameters, at `give_back`
-        self.factory, options = class_and_options(entry, optimizer)
+        self.factory, options, self.left_out = class_and_options(entry, optimizer)
         # Options that follow the script's, which a schedule may change
         self.shared = [name for name in options if name not in entry.options]
         groups = []
@@ -109,13 +109,8 @@ class OptimizerCopy:
         groups = [groups[i] for i in self.numbers_of_groups]
         if not groups:
             raise ValueError(f"{entry.text}: there are no parameters in float32")
-        defaults = {name: value for name, value in groups[0].items() if name != "params"}
-        with self.alone():
-            self.optimizer = self.factory(groups, **defaults)
-            if hasattr(self.optimizer, "train"):
-                self.optimizer.train()  # Schedule-Free begins in its mode of evaluation
-        if not entry.module and optimizer.state:
-            self.optimizer.load_state_dict(self.state_of(optimizer))
+        self.groups = groups
+        self.take_state(optimizer)
 
     def copies_of(self, group: dict) -> list[torch.nn.Parameter]:
         """Copies of the parameters of a group."""
@@ -128,14 +123,50 @@ class OptimizerCopy:
             copies.append(copy)
         return copies
 
-    def state_of(self, optimizer: torch.optim.Optimizer) -> dict:
-        """The state of a script's optimizer that has made steps already, for its own class."""
-        state = optimizer.state_dict()
-        if len(state["param_groups"]) != len(self.optimizer.param_groups) or any(
-            p.dtype != torch.float32 for group in optimizer.param_groups for p in group["params"]
-        ):
-            raise ValueError(f"{self.entry.text}: its state cannot be taken over")
-        return state
+    def make(self) -> None:
+        """Makes the real optimizer, without a state."""
+        groups = [{**group} for group in self.groups]
+        defaults = {name: value for name, value in groups[0].items() if name != "params"}
+        with self.alone():
+            self.optimizer = self.factory(groups, **defaults)
+            if hasattr(self.optimizer, "train"):
+                self.optimizer.train()  # Schedule-Free begins in its mode of evaluation
+
+    @torch.no_grad()
+    def take_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begins anew, with the state that the script's optimizer has now.
+
+        A script may resume, or empty, zero or load the state later. What the real optimizer keeps
+        under the same name in the same shape is taken over, rounded as it keeps it. `lacks_state`
+        says that nothing of a state could be taken over.
+
+        A class makes its state in its first step. So it makes one with gradients of 0, of which
+        only the state is left.
+        """
+        self.make()
+        self.lacks_state = False
+        states = {
+            self.parameters[id(p)]: state
+            for p, state in optimizer.state.items()
+            if state and id(p) in self.parameters
+        }
+        if not states:
+            return
+        weights = [copy.clone() for copy in states]
+        settings = [{**group} for group in self.optimizer.param_groups]
+        for copy in states:
+            copy.grad = torch.zeros_like(copy)
+        with self.alone():
+            self.optimizer.step()
+        for copy, before in zip(states, weights, strict=True):
+            copy.copy_(before)
+            copy.grad = None
+        for group, before in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(before)
+        taken = [take_over(state, self.optimizer.state[copy]) for copy, state in states.items()]
+        if not any(taken):
+            self.make()
+            self.lacks_state = True
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -172,15 +203,19 @@ class OptimizerCopy:
         """Gives the script's parameters the numbers of the copies."""
         for p in self.script_parameters(optimizer):
             p.copy_(self.parameters[id(p)])
-            self.versions[id(p)] = p._version
+        self.checksums = state_checksums(optimizer)
 
     @torch.no_grad()
     def take_changes(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives the copies the numbers of the script's parameters, where other code has changed
-        these since `give_back`."""
+        """Gives the copies what other code has changed since `give_back`: the script's parameters,
+        and the state of its optimizer.
+
+        A parameter that nobody has changed has the copy's own numbers.
+        """
         for p in self.script_parameters(optimizer):
-            if p._version != self.versions[id(p)]:
-                self.parameters[id(p)].copy_(p)
+            self.parameters[id(p)].copy_(p)
+        if state_checksums(optimizer) != self.checksums:
+            self.take_state(optimizer)
 
     def script_parameters(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """The script's parameters that have a copy."""
@@ -198,9 +233,50 @@ class OptimizerCopy:
         whole = [x for x in kept if isinstance(x, torch.Tensor) and x.numel() >= copy.numel()]
         return all(x.dtype == torch.float32 and type(x).__name__ in PLAIN for x in whole)
 
-    def bytes_of(self, key: int) -> int:
-        """The bytes that are kept of a parameter between updates: itself and its state."""
-        return bytes_of(self.parameters[key]) + bytes_of(dict(self.state(key)))
+    def bytes_of(self, key: int) -> float:
+        """The bytes that are kept of a parameter between updates: itself and its state.
+
+        Some classes keep tensors in their groups or attributes. Those that have the shape of the
+        parameter are shared by the parameters of this shape.
+        """
+        copy = self.parameters[key]
+        groups = [{**group, "params": []} for group in self.optimizer.param_groups]
+        attributes = {**vars(self.optimizer), "param_groups": [], "state": {}}
+        elsewhere = [x for x in tensors_in([groups, attributes]) if x.shape == copy.shape]
+        alike = sum(other.shape == copy.shape for other in self.parameters.values())
+        return bytes_of([copy, dict(self.state(key))]) + bytes_of(elsewhere) / alike
+
+
+def take_over(state: dict, kept: dict) -> bool:
+    """Takes over the state of a parameter, as far as names and shapes are the same. Returns whether
+    that has taken over a tensor of several numbers."""
+    taken = False
+    for name, value in state.items():
+        mine = kept.get(name)
+        if isinstance(mine, torch.Tensor):
+            value = torch.as_tensor(value)
+            if value.shape == mine.shape:
+                mine.copy_(value)
+                taken |= mine.dim() > 0
+        elif isinstance(mine, int | float):
+            kept[name] = type(mine)(value)
+    return taken
+
+
+def state_checksums(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Numbers that tell whether other code has changed the state of an optimizer.
+
+    They are sums of bits: a version of a tensor does not tell of a change through its `data`.
+    """
+    tensors = [
+        x.detach()
+        for state in optimizer.state.values()
+        if isinstance(state, dict)
+        for x in state.values()
+        if type(x).__name__ in PLAIN and x.layout == torch.strided
+    ]
+    sums = [x.float().view(torch.int32).sum() for x in tensors]
+    return torch.stack([x.cpu() for x in sums]).tolist() if sums else []
 
 
 PLAIN = {"Tensor", "Parameter"}  # classes of tensors that keep their numbers as their dtype says
@@ -209,16 +285,23 @@ PLAIN = {"Tensor", "Parameter"}  # classes of tensors that keep their numbers as
 def bytes_of(x) -> int:
     """The bytes of a tensor, also of one that keeps its numbers in other tensors, as those of
     torchao do, and of a list or dict of tensors."""
+    total = 0
+    for tensor in tensors_in(x):
+        if hasattr(tensor, "__tensor_flatten__") and type(tensor).__name__ not in PLAIN:
+            names, _ = tensor.__tensor_flatten__()
+            total += sum(bytes_of(getattr(tensor, name)) for name in names)
+        else:
+            total += tensor.numel() * tensor.element_size()
+    return total
+
+
+def tensors_in(x) -> list[torch.Tensor]:
+    """The tensors in nested lists and dicts."""
+    if isinstance(x, torch.Tensor):
+        return [x]
     if isinstance(x, dict):
-        return sum(map(bytes_of, x.values()))
-    if isinstance(x, list | tuple):
-        return sum(map(bytes_of, x))
-    if not isinstance(x, torch.Tensor):
-        return 0
-    if hasattr(x, "__tensor_flatten__") and type(x).__name__ not in PLAIN:
-        names, _ = x.__tensor_flatten__()
-        return sum(bytes_of(getattr(x, name)) for name in names)
-    return x.numel() * x.element_size()
+        x = list(x.values())
+    return [tensor for part in x for tensor in tensors_in(part)] if type(x) in (list, tuple) else []
 
 
 def set_option(group: dict, name: str, value) -> None:
@@ -232,17 +315,21 @@ def set_option(group: dict, name: str, value) -> None:
 
 
 def class_and_options(entry: RealOptimizer, optimizer: torch.optim.Optimizer) -> tuple:
-    """The class of an entry that takes the place of a script's optimizer, and the names of the
-    options that it takes over.
+    """The class of an entry that takes the place of a script's optimizer, the names of the options
+    that it takes over, and what it does not take over, in words.
 
-    Raises ValueError, with a message of one line, for a class that does not exist or is no
-    optimizer, and where one of the two classes has an option without which the other is something
-    else: momentum, betas, ...
+    An option of another shape, such as three betas in place of two, is left to the class. A class
+    with other options, such as momentum in place of betas, is another optimizer: it stands for the
+    script's only if the entry names options of its own.
+
+    Raises ValueError, with a message of one line, for a class that does not exist, is no optimizer,
+    or does not stand for the script's.
     """
     script_class = type(optimizer)
     if not entry.module:
         names = [*optimizer.defaults, *entry.options]
-        return script_class, [name for name in dict.fromkeys(names) if accepts(script_class, name)]
+        taken = [name for name in dict.fromkeys(names) if accepts(script_class, name)]
+        return script_class, taken, []
     name = name_of_class(entry, optimizer)
     try:
         factory = getattr(importlib.import_module(entry.module), name)
@@ -255,23 +342,46 @@ def class_and_options(entry: RealOptimizer, optimizer: torch.optim.Optimizer) ->
     for option in entry.options:
         if not accepts(factory, option):
             raise ValueError(f"{entry.text}: {name} has no option {option}")
-    if accepts(factory, "betas") and not {"betas"} & {*optimizer.defaults, *entry.options}:
+    if estimates_learning_rate(factory) and "lr" not in entry.options:
         raise ValueError(
-            f"{entry.text}: {name} has betas, which {script_class.__name__} has not: choose a "
-            "class like it"
+            f"{entry.text}: {name} estimates the learning rate itself: name its own, as in "
+            f"{entry.text}:lr=1.0"
         )
+    other_options = []  # what only one of the two classes has
+    if accepts(factory, "betas") and not {"betas"} & {*optimizer.defaults, *entry.options}:
+        other_options.append(f"{name} has betas, which {script_class.__name__} has not")
     options = []
-    for option in optimizer.defaults:
-        if option in IMPLEMENTATION:
+    left_out = []
+    for option, value in optimizer.defaults.items():
+        if option in IMPLEMENTATION or option in entry.options:
             continue
-        if accepts(factory, option):
+        if not accepts(factory, option):
+            if option not in UNIMPORTANT and any(g[option] for g in optimizer.param_groups):
+                other_options.append(f"{name} has no {option}, which {script_class.__name__} has")
+        elif has_shape_of(value, default := default_of(factory, option)):
             options.append(option)
-        elif option not in UNIMPORTANT and any(g[option] for g in optimizer.param_groups):
-            raise ValueError(
-                f"{entry.text}: {name} has no {option}, which {script_class.__name__} has: choose "
-                "a class like it"
-            )
-    return factory, options
+        else:
+            left_out.append(f"it has its own {option}, {default}")
+    if other_options and not entry.options:
+        raise ValueError(
+            f"{entry.text}: {other_options[0]}: choose a class like it, or name options of its own"
+        )
+    return factory, options, [*other_options, *left_out]
+
+
+def estimates_learning_rate(factory) -> bool:
+    """Whether a class estimates its learning rate, as Prodigy and D-Adaptation do from `d0`."""
+    names = {kind.__name__ for kind in getattr(factory, "__mro__", ())}
+    return bool(names & NOT_IN_PROPORTION) or accepts(factory, "d0")
+
+
+def has_shape_of(value, default) -> bool:
+    """Whether an option of one class can be one of another, by the other's default: a number for a
+    number, and as many numbers for several. A class without a default takes anything."""
+    if default is None or default is inspect.Parameter.empty or value is None:
+        return True
+    lengths = [len(x) if isinstance(x, list | tuple) else 0 for x in (value, default)]
+    return lengths[0] == lengths[1]
 
 
 def name_of_class(entry: RealOptimizer, optimizer: torch.optim.Optimizer) -> str:
@@ -296,14 +406,26 @@ def name_of_class(entry: RealOptimizer, optimizer: torch.optim.Optimizer) -> str
 
 def accepts(factory, option: str) -> bool:
     """Whether a class has an option in its constructor, or in one that it inherits from."""
+    return option_of(factory, option) is not None
+
+
+def default_of(factory, option: str):
+    """The default of an option that a class accepts; `inspect.Parameter.empty` if it has none."""
+    return option_of(factory, option).default
+
+
+def option_of(factory, option: str) -> inspect.Parameter | None:
+    """An option in the constructor of a class, or in one that it inherits from."""
+    if option in ("self", "params"):
+        return None
     for kind in getattr(factory, "__mro__", [factory]):
         try:
-            parameters = inspect.signature(kind.__init__ if isinstance(kind, type) else kind)
+            signature = inspect.signature(kind.__init__ if isinstance(kind, type) else kind)
         except (TypeError, ValueError):
             continue
-        names = parameters.parameters
+        names = signature.parameters
         if option in names:
-            return option not in ("self", "params")
+            return names[option]
         if not any(p.kind is p.VAR_KEYWORD for p in names.values()):
-            return False
-    return False
+            return None
+    return None

@@ -179,7 +179,9 @@ def read_real_optimizer(text: str) -> RealOptimizer:
         if first not in TYPES:
             raise ValueError(f"formats has {text!r}: write model=bf16 or model=fp16")
         return read_words(text, "", {}, [first, *words])
-    if first in CATALOGUE:
+    # Some packages have the name of a short name, as in optimizer=heavyball:SOAP
+    names_class = bool(words) and words[0].isidentifier() and words[0] not in WORDS
+    if first in CATALOGUE and not names_class:
         stack = CATALOGUE[first]
         require_package(text, stack.module, stack.package)
         entry = read_words(text, stack.module, stack.classes, [*stack.words, *words])

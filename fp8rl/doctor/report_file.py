@@ -124,5 +124,7 @@ def require_rates(report: dict, text: str) -> None:
         if finding["tensor_rates"]
     }
     if text not in known:
-        listed = ", ".join(sorted(known)) or "none"
-        raise Refusal(f"report has no {text}: choose from {listed}")
+        remedy = "watch for longer, and let each tensor learn from the first step to the last"
+        if known:
+            remedy = f"choose from {', '.join(sorted(known))}"
+        raise Refusal(f"report has no {text} with a rate for each tensor: {remedy}")

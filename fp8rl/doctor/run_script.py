@@ -36,6 +36,32 @@ def first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
+def say(text: str) -> None:
+    """Prints lines to the stderr that this process was started with.
+
+    Where stderr is closed, or full, or a pipe that nobody reads, they are lost, and nothing else
+    changes. So they are not left in the buffer of sys.stderr, which Python would fail to write at
+    its end.
+    """
+    stderr = sys.__stderr__
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # it may be None
+        stderr.flush()
+        with open(stderr.fileno(), "w", encoding="utf-8", errors="replace", closefd=False) as file:
+            print(text, file=file)
+
+
+def print_out(text: str) -> None:
+    """Prints lines to stdout. Raises Refusal if that is not possible, but not if their reader has
+    seen enough, as `head` has."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        # What is left in the buffer would fail once more at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise Refusal(f"stdout cannot be written: {reason(error)}") from error
+
+
 class Program(NamedTuple):
     """Code that is ready to run, and what Python sets in `__main__` before it runs."""
 
@@ -170,7 +196,7 @@ def code_after(error: BaseException) -> int:
         return 0
     if isinstance(error.code, int):
         return error.code
-    print(error.code, file=sys.stderr)
+    say(str(error.code))
     return 1
 
 
@@ -180,7 +206,7 @@ def show(error: BaseException) -> None:
     Ctrl-C is one line, unless the script has a hook of its own.
     """
     if isinstance(error, KeyboardInterrupt) and sys.excepthook is sys.__excepthook__:
-        print("fp8rl.doctor: the script was interrupted", file=sys.stderr)
+        say("fp8rl.doctor: the script was interrupted")
         return
     frames = frames_of_script(error.__traceback__)
     error.__traceback__ = frames
@@ -190,10 +216,9 @@ def show(error: BaseException) -> None:
     try:
         sys.excepthook(type(error), error, frames)
     except Exception as error_of_hook:
-        print("Error in sys.excepthook:", file=sys.stderr)
-        traceback.print_exception(error_of_hook.with_traceback(None))
-        print("\nOriginal exception was:", file=sys.stderr)
-        traceback.print_exception(error)
+        trace_of_hook = traceback.format_exception(error_of_hook.with_traceback(None))
+        say("".join(["Error in sys.excepthook:\n", *trace_of_hook]))
+        say("".join(["Original exception was:\n", *traceback.format_exception(error)]))
 
 
 def frames_of_script(frames: types.TracebackType | None) -> types.TracebackType | None:

@@ -53,23 +53,22 @@ class Sample:
         repeats = times_whole + (entry % counts < left)  # [T, P]
         self.emphasis = (self.numbers_per_tensor / (counts * repeats)).astype(np.float32)
         self.joined = sum(self.sizes) <= JOINED_UP_TO
-        # Where each tensor begins when the list is joined once, and twice
-        begins = torch.tensor([0, *self.sizes, *self.sizes[:-1]], device=device).cumsum(0)
-        begins = begins.unsqueeze(1)
-        self.index_joined = {
-            times: (torch.stack(self.index * times) + begins[: times * len(self.sizes)]).flatten()
-            for times in (1, 2)
-        }
+        self.index_joined: dict[int, torch.Tensor] = {}  # by how many lists are joined
 
     @torch.no_grad()
     def read(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """The sampled numbers of the tensors as they are now, [T, P], on their device.
 
-        `tensors` may be other tensors of the same shapes, or two such lists one after the other,
-        which give [2 T, P].
+        `tensors` may be other tensors of the same shapes, or K such lists one after the other,
+        which give [K T, P].
         """
         times = len(tensors) // len(self.index)
         if self.joined:
+            if times not in self.index_joined:
+                # Where each tensor begins
+                ends = np.cumsum(self.sizes * times)
+                begins = torch.tensor([0, *ends[:-1]], device=self.index[0].device).unsqueeze(1)
+                self.index_joined[times] = (torch.stack(self.index * times) + begins).flatten()
             index = self.index_joined[times]
             return flattened(tensors).index_select(0, index).view(len(tensors), -1)
         pairs = zip(tensors, self.index * times, strict=True)

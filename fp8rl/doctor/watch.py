@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 
 import torch
+from torch import nn
 
 from ..bits.notation import SAMPLE, STATE
 from ..bits.places import PlaceFormat
@@ -20,38 +21,64 @@ from .run_script import first_line
 
 WATCHED = tuple(text for text in FORMATS if text.partition("=")[0] in STATE)
 FEW = 2  # an optimizer with so many parameters may be one of many, as those of a step in backward
-MANY = 8  # so many of them are taken as one
+MANY = 8  # so many of them are not judged, but refused in one line
+IN_BACKWARD = (
+    "each optimizer has one or two parameters, as where a script steps within backward: join "
+    "these parameters in one optimizer"
+)
 
 
 def parts_of(doctor: Doctor) -> list:
-    """What a doctor of one optimizer, or of one pool, wants to be told of its steps."""
+    """What a doctor of one optimizer wants to be told of its steps."""
     watched = doctor.watched[0]
     return [watched, *doctor.copies.values()] if watched.is_in_proportion else []
 
 
+class CastProbe:
+    """Tells whether autocast computes with casts of weights that are older than the weights.
+
+    Autocast keeps its casts of parameters until its outermost region ends, and a step in place does
+    not tell it that they are old. A script whose whole loop is in one region trains on with the
+    weights that it had at first. The probe is a parameter that changes at every step: does a
+    product within the region see that?
+    """
+
+    def __init__(self):
+        self.probe: torch.Tensor | None = None
+
+    def finds_old_cast(self) -> bool:
+        """Whether a region that was open at the last step still has its casts. Call it at every
+        step."""
+        devices = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        if not (devices and torch.is_autocast_cache_enabled()):
+            return False
+        if self.probe is None:
+            options = {"dtype": torch.float32, "device": devices[0]}
+            self.probe = nn.Parameter(torch.ones(1, 1, **options))
+        with torch.enable_grad():  # only casts with a gradient are kept
+            product = self.probe @ self.probe
+        is_old = bool(product != self.probe.square())
+        with torch.no_grad():
+            self.probe.copy_(3 - self.probe)  # 1, 2, 1, ...
+        return is_old
+
+
 class Patient:
-    """An optimizer that is watched, or a pool of many small ones that is watched as one.
+    """An optimizer that is watched.
 
     `name`     its name in reports
-    `numbers`  the numbers of its optimizers
-    `doctor`   the doctor that watches it; None if it is not judged, and of a pool in whose first
-               round the optimizers step
+    `doctor`   the doctor that watches it; None if it is not judged
     `search`   the search for running averages of its parameters; None if there is none
     `reason`   why it is not judged
     `is_gone`  whether the script dropped it before another optimizer began
     """
 
-    def __init__(self, name: str, numbers: list[int]):
+    def __init__(self, name: str):
         self.name = name
-        self.numbers = numbers
         self.doctor: Doctor | None = None
         self.search: AverageSearch | None = None
         self.reason = ""
         self.is_gone = False
-
-    @property
-    def is_pool(self) -> bool:
-        return len(self.numbers) > 1
 
 
 class Watch(Hooks):
@@ -60,10 +87,10 @@ class Watch(Hooks):
     `formats`, `tolerates` and `sample` are those of Doctor. `patients` has who is watched for each
     number of an optimizer. An error of a doctor must not stop the script.
 
-    **Pools.** A script that steps within the backward pass has an optimizer for each parameter.
-    Optimizers are watched as one if there are at least MANY of one class, each with at most FEW
-    parameters, that all make their first step before one of them makes its second. They are watched
-    from the second step on.
+    **Steps in backward.** A script that steps within the backward pass has an optimizer for each
+    parameter. Hundreds of reports would say less than one. So at least MANY optimizers of one
+    class, each with at most FEW parameters, that all make their first step before one of them makes
+    its second, are refused in one line.
 
     **Other processes.** A process that the script starts has no hooks, or those of a fork, which
     report nothing. So the report counts such processes, but for the workers of a DataLoader.
@@ -85,8 +112,9 @@ class Watch(Hooks):
         self.sample = sample
         self.patients: list[Patient] = []
         self.steps: list[int] = []
-        self.may_pool: dict[type, list[int]] = {}  # small optimizers in their first step, by class
-        self.forming: dict[type, Patient] = {}  # pools in their first round
+        self.small: dict[type, list[int]] = {}  # small optimizers in their first step, by class
+        self.casts = CastProbe()
+        self.has_old_casts = False
         self.processes: list[str] = []  # names of processes that the script has started
 
     @contextlib.contextmanager
@@ -98,70 +126,44 @@ class Watch(Hooks):
         self.drop_those_gone()
         optimizer = self.optimizers[number]
         self.steps.append(0)
-        patient = self.pool_for(number, optimizer)
-        if patient is not None:
-            self.patients.append(patient)
-            return
-        patient = Patient(self.name_of(number), [number])
+        patient = Patient(self.name_of(number))
         self.patients.append(patient)
-        self.watch(patient)
+        if len(parameters_of(optimizer)) <= FEW:
+            self.refuse_if_many(number, type(optimizer))
+        if not patient.reason:
+            self.watch(patient, optimizer)
 
     def drop_those_gone(self) -> None:
         """Drops what was measured of optimizers that the script has dropped."""
-        for patient in self.patients:
-            if not patient.is_gone and all(self.optimizers[n] is None for n in patient.numbers):
+        for number, patient in enumerate(self.patients):
+            if not patient.is_gone and self.optimizers[number] is None:
                 patient.is_gone = True
                 patient.doctor = None
                 patient.search = None
 
-    def pool_for(self, number: int, optimizer: torch.optim.Optimizer) -> Patient | None:
-        """The pool that an optimizer belongs to at its first step, or None."""
-        kind = type(optimizer)
-        if len(parameters_of(optimizer)) > FEW:
-            return None
-        pool = self.forming.get(kind)
-        if pool is not None:
-            pool.numbers.append(number)
-            return pool
+    def refuse_if_many(self, number: int, kind: type) -> None:
+        """Refuses the small optimizers of a class in their first step, if they are many."""
         alike = [
             n
-            for n in self.may_pool.get(kind, [])
+            for n in self.small.get(kind, [])
             if self.steps[n] == 1 and self.optimizers[n] is not None
         ]
-        alike.append(number)
-        self.may_pool[kind] = alike
-        if len(alike) < MANY:
-            return None
-        pool = Patient("", alike)
-        self.forming[kind] = pool
-        del self.may_pool[kind]
-        for n in alike[:-1]:
-            self.patients[n] = pool
-        return pool
+        self.small[kind] = alike = [*alike, number]
+        if len(alike) >= MANY:
+            for n in alike:
+                self.patients[n].doctor = None
+                self.patients[n].search = None
+                self.patients[n].reason = IN_BACKWARD
 
-    def watch_pool(self, pool: Patient) -> None:
-        """Begins to watch a pool, after its first round."""
-        numbers = pool.numbers
-        kind = type(self.optimizers[numbers[-1]])
-        if self.forming.get(kind) is pool:
-            del self.forming[kind]
-        first, last = numbers[0], numbers[-1]
-        pool.name = f"optimizers {first} to {last} ({len(numbers)} of {kind.__name__}, as one)"
-        self.watch(pool)
-
-    def watch(self, patient: Patient) -> None:
+    def watch(self, patient: Patient, optimizer: torch.optim.Optimizer) -> None:
         """Gives a patient its doctor, or the reason why it cannot be judged."""
-        optimizers = [self.optimizers[n] for n in patient.numbers]
-        if any(optimizer is None for optimizer in optimizers):
-            patient.reason = "some of its optimizers are gone"
-            return
-        kinds = {type(p).__name__ for optimizer in optimizers for p in parameters_of(optimizer)}
+        kinds = {type(p).__name__ for p in parameters_of(optimizer)}
         if "DTensor" in kinds:
             patient.reason = "its parameters are sharded (DTensor)"
             return
         try:
             doctor = Doctor(
-                optimizers if patient.is_pool else optimizers[0],
+                optimizer,
                 formats=self.formats,
                 tolerates=self.tolerates,
                 sample=self.sample,
@@ -177,17 +179,10 @@ class Watch(Hooks):
         watched = doctor.watched[0]
         if self.judges_what_is_found:
             entries = [(text, PlaceFormat.of(text.partition("=")[2])) for text in GRADIENT_SUMS]
-            watched.sums = GradientSums(watched, type(optimizers[0]), entries, samples=True)
+            watched.sums = GradientSums(watched, type(optimizer), entries, samples=True)
             patient.search = AverageSearch(watched, self.optimizers)
         if watched.sums is not None:
             watched.sums.install(functools.partial(self.guarded, patient))
-        for part in parts_of(doctor):
-            for optimizer in optimizers:
-                optimizer.register_load_state_dict_post_hook(
-                    lambda optimizer, part=part: self.guarded(
-                        patient, part.after_loading, optimizer
-                    )
-                )
 
     def guarded(self, patient: Patient, function, *arguments) -> None:
         """Calls a hook of a doctor. A doctor that fails no longer watches, and is noted."""
@@ -197,7 +192,7 @@ class Watch(Hooks):
             function(*arguments)
         except Exception as error:
             patient.doctor = None
-            steps = max(self.steps[n] for n in patient.numbers)
+            steps = self.steps[self.patients.index(patient)]
             patient.reason = (
                 f"the doctor failed after {steps} steps "
                 f"({type(error).__name__}: {first_line(error)})"
@@ -205,9 +200,7 @@ class Watch(Hooks):
 
     def before(self, number: int) -> None:
         patient = self.patients[number]
-        if not patient.name and self.steps[number] > 0:
-            self.watch_pool(patient)
-        if patient.search is not None and number == patient.numbers[0]:
+        if patient.search is not None:
             self.search_averages(patient)
         if patient.doctor is not None:
             for part in parts_of(patient.doctor):
@@ -226,6 +219,7 @@ class Watch(Hooks):
 
     def after(self, number: int) -> None:
         self.steps[number] += 1
+        self.has_old_casts = self.has_old_casts or self.casts.finds_old_cast()
         patient = self.patients[number]
         if patient.doctor is not None:
             for part in parts_of(patient.doctor):
@@ -234,9 +228,12 @@ class Watch(Hooks):
     def report(self) -> Report:
         """The findings of the optimizers that the script had to the end, notes on the others."""
         report = Report()
-        patients = list(dict.fromkeys(self.patients))
-        for patient in patients:
-            if patient.is_gone:
+        refused = [patient.name for patient in self.patients if patient.reason == IN_BACKWARD]
+        if refused:
+            listed = f"{refused[0]} and {len(refused) - 1} more"
+            report.notes.append(f"{listed}: not judged: {IN_BACKWARD}")
+        for patient in self.patients:
+            if patient.is_gone or patient.reason == IN_BACKWARD:
                 continue
             if patient.doctor is not None:
                 report_of_one = patient.doctor.report()
@@ -248,15 +245,18 @@ class Watch(Hooks):
                         "stored, and are not judged: judged are the weights that it trains with"
                     )
             else:
-                name = patient.name or f"{len(patient.numbers)} optimizers that made one step each"
-                reason = patient.reason or "the training ended before a window was full"
-                report.notes.append(f"{name}: not judged: {reason}")
+                report.notes.append(f"{patient.name}: not judged: {patient.reason}")
         for name, (_, average) in self.found_averages().items():
             report += average.findings(name, self.tolerates)
         report.notes += self.notes
-        gone = [n for patient in patients if patient.is_gone for n in patient.numbers]
+        gone = [n for n, patient in enumerate(self.patients) if patient.is_gone]
         if gone:
             report.notes.append(self.note_on(gone))
+        if self.has_old_casts:
+            report.notes.append(
+                "the script steps within one autocast region, which computes with casts of the "
+                "weights from before the steps: open a region for each forward pass"
+            )
         if not len(self.optimizers):
             report.notes.append(f"{NO_STEP}: there is nothing to judge")
         if count := len(self.processes):
@@ -269,7 +269,7 @@ class Watch(Hooks):
     def found_averages(self) -> dict[str, tuple[Patient, FoundAverage]]:
         """The running averages that were found, by their names in reports."""
         averages: dict[str, tuple[Patient, FoundAverage]] = {}
-        for patient in dict.fromkeys(self.patients):
+        for patient in self.patients:
             for average in patient.search.found if patient.search is not None else ():
                 average.replay()
                 name = str(average)
@@ -294,27 +294,21 @@ class Watch(Hooks):
     def to_json(self, report: Report) -> str:
         """The report as JSON, with everything that `twin` needs.
 
-        Each optimizer has an entry. An optimizer of a pool has the pool's findings with the rates
-        of its own tensors. An optimizer that is gone has no findings. Running averages that were
-        found have entries of their own, with tau at first and at the end.
+        Each optimizer has an entry. An optimizer that is gone has no findings. Running averages
+        that were found have entries of their own, with tau at first and at the end.
         """
         optimizers = []
         for number, patient in enumerate(self.patients):
-            tensors: list[int] = []
             watched = patient.doctor.watched[0] if patient.doctor else None
-            if watched is not None:
-                tensors = [t for t, k in enumerate(watched.owner) if patient.numbers[k] == number]
             names = [part.name for part in watched.parts] if watched else [patient.name]
             findings = [finding for finding in report if finding.optimizer in names]
-            if patient.is_pool:
-                findings = [finding.of_tensors(tensors) for finding in findings]
             optimizers.append(
                 {
-                    "name": self.name_of(number),
+                    "name": patient.name,
                     "steps": self.steps[number],
-                    "tensors": [watched.tensor_names[t] for t in tensors],
+                    "tensors": watched.tensor_names if watched else [],
                     # A twin needs all tensors
-                    "shapes": [watched.shapes[t] for t in tensors if watched.follows_all],
+                    "shapes": watched.shapes if watched and watched.follows_all else [],
                     "findings": [without_nan(finding._asdict()) for finding in findings],
                 }
             )

@@ -18,12 +18,13 @@ the script's float32 parameters.
 
 import math
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from .findings import DRIFTING, NOT_JUDGED, Finding
-from .optimizer_copy import OptimizerCopy, RandomNumbers
+from .findings import DRIFTING, NOT_JUDGED, SAME, Finding
+from .optimizer_copy import OptimizerCopy, RandomNumbers, bytes_of, state_checksums
 from .real_optimizers import RealOptimizer
 from .run_script import first_line
 from .sample import NumberSums, Sample, WindowSums
@@ -64,7 +65,9 @@ class WatchedCopy:
         self.diverged = 0
         self.start: np.ndarray | None = None  # sampled weights at the beginning of the window
         self.displaced: np.ndarray | None = None  # how far other code has moved them since then
-        self.bytes: list[int] = []  # what is kept of each tensor; empty before the first step
+        self.bytes: list[float] = []  # what is kept of each tensor; empty before the first step
+        self.lacks_state = False  # whether it began without a state that the script had
+        self.left_out: list[str] = []  # options that are not the script's, in words
         self.in_float32: list[bool] = []  # whether a tensor is kept wholly in float32
 
 
@@ -108,13 +111,13 @@ class WatchedCopies:
         self.updates = 0
         self.learning_rates = 0.0  # their sum over the updates, in the decaying group
         self.last: list[torch.Tensor] | None = None  # the script's weights after its last step
+        self.checksums: list[int] = []  # of the state of the script's optimizer after that
 
     def install(self, optimizer: torch.optim.Optimizer) -> list:
         """Registers the hooks with the script's optimizer. Returns their handles."""
         return [
             optimizer.register_step_pre_hook(torch.compiler.disable(self.before_step)),
             optimizer.register_step_post_hook(torch.compiler.disable(self.after_step)),
-            optimizer.register_load_state_dict_post_hook(self.after_loading),
         ]
 
     @property
@@ -137,26 +140,33 @@ class WatchedCopies:
             return
         if self.last is None:
             self.begin(optimizer, parameters)
+            self.checksums = state_checksums(optimizer)
             return
-        for t, p in enumerate(parameters):
-            if p._version == self.versions[t]:
-                continue
-            by = p.detach() - self.last[t]
-            self.last[t].copy_(p)
-            if not by.any():
-                continue
-            self.displaced[t] += self.sample.read_one(t, by).cpu().numpy()
-            for watched in self.active:
-                copy = watched.copy.parameters[self.keys[t]]
-                before = self.sample.read_one(t, copy).float()
-                copy.add_(by.to(copy.dtype))
-                moved = self.sample.read_one(t, copy).float() - before
-                watched.displaced[t] += moved.cpu().numpy()
+        if state_checksums(optimizer) != self.checksums:
+            with self.random_numbers.in_use():
+                for watched in self.active:
+                    self.attempt(watched, watched.copy.take_state, optimizer)
+        changes = torch._foreach_sub(parameters, self.last)
+        # A NaN is a change, too
+        sizes = torch.stack(torch._foreach_norm(changes, torch.inf)).tolist()
+        for t, size in enumerate(sizes):
+            if size != 0:
+                self.displace(t, parameters[t], changes[t])
+
+    def displace(self, t: int, p: torch.Tensor, by: torch.Tensor) -> None:
+        """Moves the copies of a parameter as other code has moved the script's since its step."""
+        self.last[t].copy_(p)
+        self.displaced[t] += self.sample.read_one(t, by).cpu().numpy()
+        for watched in self.active:
+            copy = watched.copy.parameters[self.keys[t]]
+            before = self.sample.read_one(t, copy).float()
+            copy.add_(by.to(copy.dtype))
+            moved = self.sample.read_one(t, copy).float() - before
+            watched.displaced[t] += moved.cpu().numpy()
 
     def begin(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
         """Makes the copies, and begins a window."""
         self.last = [p.detach().clone() for p in parameters]
-        self.versions = [p._version for p in parameters]
         with self.random_numbers.in_use():
             for watched in self.copies:
                 if watched.reason:
@@ -218,15 +228,19 @@ class WatchedCopies:
             return
         self.updates += 1
         self.count += 1
+        if self.updates == 1:
+            kept = [[p, dict(optimizer.state.get(p, {}))] for p in parameters]
+            self.own_bytes = bytes_of(kept) / float(np.sum(self.sample.sizes))
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.learning_rates += rates[self.decaying_group]
         lr = torch.tensor([rates[g] for g in self.group])
         self.longest = torch.maximum(self.longest, longest_steps(self.last, parameters, lr))
         with self.random_numbers.in_use():
             for watched in self.active:
+                watched.lacks_state |= watched.copy.lacks_state
                 self.step(watched, optimizer, lr)
         torch._foreach_copy_(self.last, parameters)
-        self.versions = [p._version for p in parameters]
+        self.checksums = state_checksums(optimizer)
         if self.count == self.length:
             self.end_window(optimizer, parameters)
 
@@ -234,11 +248,8 @@ class WatchedCopies:
         """Lets one copy make a step. A copy that fails makes no more."""
         parameters = self.of_copy(watched)
         before = [p.detach().clone() for p in parameters]
-        try:
-            watched.copy.step(optimizer)
-        except Exception as error:
-            watched.copy = None
-            watched.reason = self.failure(watched, error, f"failed in step {self.updates}")
+        self.attempt(watched, watched.copy.step, optimizer)
+        if watched.copy is None:
             return
         longest = longest_steps(before, parameters, lr, watched.longest)
         watched.longest = torch.maximum(watched.longest, longest)
@@ -249,8 +260,17 @@ class WatchedCopies:
         elif self.updates == 1:
             self.note_sizes(watched)
 
+    def attempt(self, watched: WatchedCopy, function: Callable, optimizer) -> None:
+        """Calls a method of a copy. A copy that fails makes no more steps."""
+        try:
+            function(optimizer)
+        except Exception as error:
+            watched.copy = None
+            watched.reason = self.failure(watched, error, f"failed in step {self.updates}")
+
     def note_sizes(self, watched: WatchedCopy) -> None:
-        """Notes what a copy keeps of each tensor."""
+        """Notes what a copy keeps of each tensor, and its own options."""
+        watched.left_out = watched.copy.left_out
         watched.bytes = [watched.copy.bytes_of(key) for key in self.keys]
         watched.in_float32 = [watched.copy.is_in_float32(key) for key in self.keys]
 
@@ -267,10 +287,6 @@ class WatchedCopies:
             watched.numbers.add(moved[None], true)
             watched.drifted.append(share_drifted(moved, true, self.longest_ways, self.sample))
         self.begin_window(optimizer, parameters)
-
-    def after_loading(self, optimizer) -> None:
-        """Begins again with new copies, because the script has loaded another state."""
-        self.last = None
 
     def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
         """The finding of each copy, in the order of the entries, without cures."""
@@ -299,23 +315,38 @@ class WatchedCopies:
         longest = float(watched.longest.max())
         own = float(self.longest.max())
         drifted = float(np.mean(watched.drifted)) if watched.drifted else math.nan
+        decay_rate = self.decay_rate(watched)
+        bytes_per_parameter = sum(watched.bytes) / float(numbers.sum())
+        low, high = tolerates
         verdict = finding.verdict
+        reasons = [finding.why]
         if drifted > DRIFTING:
             verdict = worse(verdict, "drifts")
         if longest > LEAP * own > 0:
             verdict = worse(verdict, "leaps")
+            farthest = self.tensor_names[int(watched.longest.argmax())]
+            reasons.insert(0, f"the longest step is in {farthest}")
+        if decay_rate < low or decay_rate > high:
+            verdict = worse(verdict, "frozen tensors" if decay_rate < low else "faster")
+            reasons.insert(0, f"{decay_rate:.2f} of the weight decay arrives")
+        is_same = finding.rate == 1 and finding.noise == 0 and longest == own
+        if is_same and bytes_per_parameter == self.own_bytes:
+            reasons = [f"{SAME}: its steps are equal, bit for bit"]
+        if watched.lacks_state:
+            reasons.append("it began without the state that the script had, which it cannot read")
         return finding._replace(
             verdict=verdict,
+            why="; ".join([*reasons, *watched.left_out]),
             longest_step=longest,
             longest_step_float32=own,
             drifted=drifted,
-            bytes_per_parameter=sum(watched.bytes) / float(numbers.sum()),
+            bytes_per_parameter=bytes_per_parameter,
             left_in_float32=tuple(
                 name
                 for name, left in zip(self.tensor_names, watched.in_float32, strict=True)
                 if left
             ),
-            decay_rate=self.decay_rate(watched),
+            decay_rate=decay_rate,
             tensor_longest_steps=by_name(self.tensor_names, watched.longest.tolist()),
             tensor_bytes=by_name(self.tensor_names, (np.asarray(watched.bytes) / numbers).tolist()),
         )

@@ -77,16 +77,28 @@ class GroupSettings(NamedTuple):
 class Update(NamedTuple):
     """An update as the hooks record it.
 
-    `weight`    float32 [T, P], weights before the update
-    `after`     float32 [2 T, P], weights after the update, then gradients
+    `before`    float32 [K T, P], weights before the update, then of Adam m and v
+    `after`     float32 [(1 + K) T, P], weights after the update, gradients, then of Adam m and v
+    `steps`     how many steps Adam had counted before the update, float32 []
     `live`      for each of the T tensors, whether it has a gradient
     `settings`  settings of each parameter group
     """
 
-    weight: torch.Tensor
+    before: torch.Tensor
     after: torch.Tensor
+    steps: torch.Tensor
     live: list[bool]
     settings: list[GroupSettings]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights before the update, [T, P]."""
+        return self.before[: len(self.live)]
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The gradient of the update, [T, P]."""
+        return self.after[len(self.live) : 2 * len(self.live)]
 
 
 class Replayed(NamedTuple):
@@ -94,6 +106,7 @@ class Replayed(NamedTuple):
 
     moved: np.ndarray  # [T, P], how far float32's weights moved
     live: np.ndarray  # bool [T, 1], whether a tensor has a gradient
+    count: float  # Adam's count of steps, with this one
     settings: list[GroupSettings]
 
 
@@ -101,8 +114,7 @@ class WatchedOptimizer:
     """One optimizer, watched through its hooks.
 
     `name`        name of the optimizer in reports
-    `optimizers`  an optimizer, in a list; if it is not Adam or AdamW, or uses amsgrad, only the
-                  weights are followed. (PooledOptimizers has several.)
+    `optimizer`   if it is not Adam or AdamW, or uses amsgrad, only the weights are followed
     `modules`     modules whose names of parameters are used
     `formats`     place, format and text of each entry that is followed
     `length`      updates in a window
@@ -130,7 +142,7 @@ class WatchedOptimizer:
     def __init__(
         self,
         name: str,
-        optimizers: list[torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer,
         modules: list[nn.Module],
         formats: list[tuple[str, PlaceFormat, str]],
         length: int,
@@ -142,18 +154,16 @@ class WatchedOptimizer:
         self.options = formats, length, sample, seed
         self.modules = [weakref.ref(module) for module in modules]
         self.length = length
-        self.optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
-        first = optimizers[0]
-        self.kind_of_optimizer = type(first).__name__
-        self.is_in_proportion = all(map(steps_in_proportion, optimizers))
-        groups = [(k, group) for k, x in enumerate(optimizers) for group in x.param_groups]
+        self.reference = weakref.ref(optimizer)
+        self.kind_of_optimizer = type(optimizer).__name__
+        self.is_in_proportion = steps_in_proportion(optimizer)
+        groups = optimizer.param_groups
         # The parameters are remembered here, because a loaded optimizer has new groups.
         parameters: list[torch.Tensor] = []
         self.group: list[int] = []  # for each parameter, the number of its group
-        self.owner: list[int] = []  # for each parameter, the number of its optimizer
         idle: list[torch.Tensor] = []  # parameters that do not learn
         others: list[torch.Tensor] = []  # parameters that learn, and are not float32
-        for number, (owner, group) in enumerate(groups):
+        for number, group in enumerate(groups):
             for p in group["params"]:
                 learns = p.requires_grad if only is None else id(p) in only
                 if not learns:
@@ -163,7 +173,6 @@ class WatchedOptimizer:
                 elif p.numel():
                     parameters.append(p)
                     self.group.append(number)
-                    self.owner.append(owner)
         if not (parameters or others):
             raise ValueError(f"{name} has no parameters that learn: leave it out")
         if not parameters:
@@ -172,17 +181,17 @@ class WatchedOptimizer:
             )
         self.references = [weakref.ref(p) for p in parameters]
         self.idle = [weakref.ref(p) for p in idle]
-        self.ids = ids_of(group for _, group in groups)
+        self.ids = ids_of(groups)
         self.not_float32: dict[str, torch.dtype] = {}
         self.note_types(others)
         self.later: list[WatchedOptimizer] = []  # of parameters that joined
         self.tensor_names = tensor_names(parameters, modules)
         self.shapes = [[*p.shape] for p in parameters]
         self.device = parameters[0].device
-        self.is_adam = isinstance(first, torch.optim.Adam) and not any(
-            group["amsgrad"] for _, group in groups
+        self.is_adam = isinstance(optimizer, torch.optim.Adam) and not any(
+            group["amsgrad"] for group in groups
         )  # AdamW is an Adam, too
-        self.is_decoupled = isinstance(first, torch.optim.AdamW)
+        self.is_decoupled = isinstance(optimizer, torch.optim.AdamW)
         sums = [(text, form) for place, form, text in formats if place in SUMS]
         formats = [entry for entry in formats if entry[0] not in SUMS]
         rows = [entry for entry in formats if self.is_adam or entry[0] == "weights"]
@@ -216,27 +225,30 @@ class WatchedOptimizer:
         self.switched_off = [False] * len(parameters)  # whether a tensor did not require gradients
         self.others_learn = False  # whether the optimizer goes on without a tensor of these
         self.kept: np.ndarray | None = None
-        self.versions: list[int] | None = None
-        self.weight_after: torch.Tensor | None = None
+        self.before: torch.Tensor | None = None  # what was read before the update (Update)
+        self.after: torch.Tensor | None = None  # what was read after the last update
         self.looks = Looks(self)
-        self.sums = GradientSums(self, type(first), sums, seed=seed) if sums else None
+        self.sums = GradientSums(self, type(optimizer), sums, seed=seed) if sums else None
         self.hooks = []
 
     def attach(self) -> None:
-        """Attaches hooks to the optimizers."""
+        """Attaches hooks to the optimizer."""
         if not self.is_in_proportion:
             return  # nothing would be judged
         # A step under torch.compile leaves the hooks out of its graph. Compiling them would take
         # far longer than calling them.
-        for reference in self.optimizers:
-            optimizer = reference()
-            self.hooks += [
-                optimizer.register_step_pre_hook(torch.compiler.disable(self.before_step)),
-                optimizer.register_step_post_hook(torch.compiler.disable(self.after_step)),
-                optimizer.register_load_state_dict_post_hook(self.after_loading),
-            ]
+        optimizer = self.optimizer
+        self.hooks += [
+            optimizer.register_step_pre_hook(torch.compiler.disable(self.before_step)),
+            optimizer.register_step_post_hook(torch.compiler.disable(self.after_step)),
+        ]
         if self.sums is not None:
             self.hooks += self.sums.install()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer; None once the script has dropped it."""
+        return self.reference()
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -257,11 +269,9 @@ class WatchedOptimizer:
 
     @property
     def groups(self) -> list[dict]:
-        """The parameter groups as they are now; none once the script has dropped an optimizer."""
-        optimizers = [reference() for reference in self.optimizers]
-        if any(optimizer is None for optimizer in optimizers):
-            return []
-        return [group for optimizer in optimizers for group in optimizer.param_groups]
+        """The parameter groups as they are now; none once the script has dropped the optimizer."""
+        optimizer = self.optimizer
+        return [] if optimizer is None else optimizer.param_groups
 
     def trouble(self) -> str:
         """Why this optimizer cannot be judged, or an empty string."""
@@ -289,9 +299,10 @@ class WatchedOptimizer:
         """Whether the weights are finite; of weights that are gone, whether those read last are."""
         if parameters := self.parameters:
             return all(bool(p.isfinite().all()) for p in parameters)
-        if self.weight_after is None or self.kept is None:
+        if self.after is None or self.kept is None:
             return True
-        return bool(self.weight_after.isfinite().all() and np.isfinite(self.largest).all())
+        weights = self.after[: len(self.references)]
+        return bool(weights.isfinite().all() and np.isfinite(self.largest).all())
 
     def note_what_learns(self, parameters: list[torch.Tensor]) -> None:
         """Notes at a step whether the optimizer still has the tensors that are followed, which of
@@ -321,13 +332,12 @@ class WatchedOptimizer:
             return
         self.note_types([p for p in joined if p.dtype != torch.float32])
         joined = [p for p in joined if p.dtype == torch.float32]
-        optimizers = [reference() for reference in self.optimizers]
-        if not joined or None in optimizers:
+        if not joined or self.optimizer is None:
             return
         noun = "tensor" if len(joined) == 1 else "tensors"
         name = f"{self.name}, {len(joined)} {noun} from update {self.updates + 1} on"
         only = {id(p) for p in joined}
-        watched = WatchedOptimizer(name, optimizers, self.modules_now(), *self.options, only)
+        watched = WatchedOptimizer(name, self.optimizer, self.modules_now(), *self.options, only)
         self.later.append(watched)
 
     def note_types(self, others: list[torch.Tensor]) -> None:
@@ -363,33 +373,48 @@ class WatchedOptimizer:
 
     def states(self) -> list[dict]:
         """The optimizer's state of each parameter; empty before its first step."""
-        optimizers = [reference() for reference in self.optimizers]
-        pairs = zip(self.parameters, self.owner, strict=True)
-        return [optimizers[owner].state.get(p, {}) for p, owner in pairs]
+        state = self.optimizer.state
+        return [state.get(p, {}) for p in self.parameters]
 
     def moment(self, name: str) -> list[torch.Tensor]:
         """One tensor of the optimizer's state for each parameter; zeros before the first step."""
         return dense(self.parameters, [state.get(name) for state in self.states()])
+
+    def moments(self) -> list[torch.Tensor]:
+        """Adam's moments, m of each parameter and then v of each; none of other optimizers."""
+        if not self.is_adam:
+            return []
+        return [*self.moment("exp_avg"), *self.moment("exp_avg_sq")]
+
+    def count_steps(self) -> torch.Tensor:
+        """How many steps Adam has counted, float32 []. A GPU is not waited for."""
+        counts = [state["step"] for state in self.states() if "step" in state]
+        if not (self.is_adam and counts):
+            return torch.zeros((), dtype=torch.float32, device="cpu")
+        return torch.stack([torch.as_tensor(x, dtype=torch.float32) for x in counts]).max()
 
     def before_step(self, optimizer, args, kwargs) -> None:
         for part in self.parts:
             part.begin_update()
 
     def begin_update(self) -> None:
-        """Reads the weights, and begins a window at the first step."""
+        """Reads the weights and Adam's state, and begins a window at the first step.
+
+        Other code may have changed them since the last update. That shows in their numbers alone:
+        a change through `p.data` does not raise the version of a tensor.
+        """
         parameters = self.parameters
         if not parameters:
             self.others_learn = True  # the optimizer goes on with other tensors
             return
-        versions = [p._version for p in parameters]
-        unchanged = versions == self.versions  # whether the weights are those after the last step
-        self.weight = self.weight_after if unchanged else self.sample.read(parameters)
+        self.before = self.sample.read([*parameters, *self.moments()])
+        self.steps_before = self.count_steps()
         if self.kept is None:
             self.begin()
 
     def begin(self) -> None:
         """Begins the first window, with the moments that the optimizer has now."""
-        self.steps = max(int(state.get("step", 0)) for state in self.states())
+        self.steps = float(self.count_steps())
         weights = self.sample.take(self.parameters)
         m = self.sample.take(self.moment("exp_avg"))
         v = self.sample.take(self.moment("exp_avg_sq"))
@@ -398,17 +423,12 @@ class WatchedOptimizer:
         shape = self.kept.shape[1:]
         least, most = np.full(shape, np.nan, np.float32), np.full(shape, np.inf, np.float32)
         self.bounds = MomentBounds(least, most)
-        self.last_weight = weights  # float32's weights after the last update that was replayed
+        # float32's weights and moments after the last update that was replayed, [K T, P]
+        self.last = np.concatenate((weights, m, v))[: len(weights) * (3 if self.is_adam else 1)]
         self.begin_window(np.stack((weights, m, v, np.sqrt(v)))[self.kind])
         self.rows.round(self.kept[0], self.largest, out=self.kept[0])
         if self.sums is not None:
             self.sums.begin()
-
-    def after_loading(self, optimizer) -> None:
-        """Starts again, with the moments that the optimizer has loaded."""
-        for part in self.parts:
-            part.kept = None
-            part.looks.losses_now = None
 
     def begin_window(self, rows: np.ndarray) -> None:
         """Begins a window. Moments and free rows go on from `rows`, other rows of weights from
@@ -444,20 +464,18 @@ class WatchedOptimizer:
             return
         gradients = [p.grad for p in parameters]
         live = [g is not None for g in gradients]
-        after = self.sample.read([*parameters, *dense(parameters, gradients)])
-        self.weight_after = after[: len(live)]
-        self.versions = [p._version for p in parameters]
+        read = [*parameters, *dense(parameters, gradients), *self.moments()]
+        self.after = self.sample.read(read)
         self.note_what_learns(parameters)
-        self.record(Update(self.weight, after, live, self.read_settings()))
+        self.record(Update(self.before, self.after, self.steps_before, live, self.read_settings()))
 
     def record(self, update: Update) -> None:
         """Records an update, and ends the window when it is full."""
         self.updates += 1
         self.last_update[update.live] = self.updates
-        gradient = update.after[len(update.live) :]
-        self.looks.after_step(gradient, update.weight)
+        self.looks.after_step(update.gradient, update.weight)
         if self.sums is not None:
-            self.sums.after_step(gradient, update.weight, update.live)
+            self.sums.after_step(update)
         self.recorded.append(update)
         if len(self.window) + len(self.recorded) == self.length:
             self.replay()
@@ -466,37 +484,43 @@ class WatchedOptimizer:
             if self.parameters and self.groups:  # a script that has dropped them steps no more
                 self.begin_window(self.kept[-1])
 
-    def finish(self) -> None:
-        """Records what has not been recorded yet, before a report."""
-
     def replay(self) -> None:
         """Applies the updates that were recorded since the last replay to every row."""
         if not self.recorded:
             return
         updates, self.recorded = self.recorded, []
-        weight = torch.stack([update.weight for update in updates]).cpu().numpy()
+        before = torch.stack([update.before for update in updates]).cpu().numpy()
         after = torch.stack([update.after for update in updates]).cpu().numpy()
-        weight_after, g = np.split(after, 2, axis=1)  # [N, T, P] each
+        steps = torch.stack([update.steps for update in updates]).cpu().numpy()
+        tensors = len(self.references)
+        weight = before[:, :tensors]
+        weight_after = after[:, :tensors]
+        g = after[:, tensors : 2 * tensors]
+        after = np.delete(after, slice(tensors, 2 * tensors), axis=1)  # as `before`
+        last = np.concatenate((self.last[None], after[:-1]))
+        self.last = after[-1]
         finite = np.isfinite(g).all((1, 2))
         settings = self.by_tensor([update.settings for update in updates])
         beta1, beta2 = settings.beta1, settings.beta2
         live = np.array([update.live for update in updates])[..., None]
         moved = weight_after - weight
         # How far other code has moved the weights since the update before
-        between = weight - np.concatenate((self.last_weight[None], weight_after[:-1]))
-        self.last_weight = weight_after[-1]
+        between = weight - last[:, :tensors]
         g = adam.with_coupled_decay(settings.sign * g, weight, settings.decay_of_gradient)
         for i in np.flatnonzero(finite):
             if between[i].any():
                 self.displace(between[i])
             old = self.kept[len(self.window)]
+            if (changed := before[i, tensors:] != last[i, tensors:]).any():
+                old = self.with_moments(old, before[i, tensors:], changed)
+            self.steps = float(steps[i]) if self.is_adam else self.steps
             new = self.kept[len(self.window) + 1]
             rows = self.updated(old, moved[i], g[i], beta1[i], beta2[i])
             self.rows.round(rows, self.largest, new, self.moment_bounds(rows, beta1[i], beta2[i]))
             if not live[i].all():  # an optimizer leaves tensors without gradient alone
                 np.copyto(new, old, where=~live[i])
-            self.window.append(Replayed(moved[i], live[i], updates[i].settings))
             self.steps += 1
+            self.window.append(Replayed(moved[i], live[i], self.steps, updates[i].settings))
 
     def updated(self, rows: np.ndarray, moved: np.ndarray, g: np.ndarray, beta1, beta2):
         """The rows [C, T, P] after an update, not rounded yet.
@@ -521,6 +545,20 @@ class WatchedOptimizer:
         if self.window:
             self.displaced += moved - now
         now[:] = moved
+
+    def with_moments(self, rows: np.ndarray, moments: np.ndarray, changed: np.ndarray):
+        """The rows [C, T, P], with those of moments as other code has left them.
+
+        `moments` [2 T, P] are float32's m and v, and `changed` says where other code has changed
+        them: has loaded, zeroed or dropped them. In few bits it would have rounded the same
+        numbers.
+        """
+        m, v = np.split(moments, 2)
+        changed_m, changed_v = np.split(changed, 2)
+        exact = np.stack((m, m, v, np.sqrt(v)))[self.kind]
+        is_changed = np.stack((np.zeros_like(changed_m), changed_m, changed_v, changed_v))
+        rounded = self.rows.round(exact, self.largest)
+        return np.where(is_changed[self.kind], rounded, rows)
 
     def moment_bounds(self, rows: np.ndarray, beta1, beta2) -> MomentBounds:
         """Bounds for rounding moments in view of float32's moments.
@@ -566,7 +604,7 @@ class WatchedOptimizer:
         """
         live = np.array([replayed.live for replayed in self.window])
         settings = self.by_tensor([replayed.settings for replayed in self.window])
-        steps = np.arange(self.steps - len(live) + 1, self.steps + 1, dtype=np.float32)
+        steps = np.array([replayed.count for replayed in self.window], np.float32)
         steps = steps.reshape(-1, 1, 1)
         learning_rate = live * settings.learning_rate
         corrections = adam.bias_corrections(steps, settings.beta1, settings.beta2)
@@ -590,12 +628,14 @@ def steps_in_proportion(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer makes twice the step at twice the learning rate.
 
     Optimizers that do not are known by the name of their class or of one that it inherits from, by
-    the option `relative_step` of an Adafactor, or because they have no learning rate.
+    the option `relative_step` of an Adafactor, the option `d0` of a class that estimates its
+    learning rate, or because they have no learning rate.
     """
     if NOT_IN_PROPORTION & {kind.__name__ for kind in type(optimizer).__mro__}:
         return False
     return not any(
-        group.get("relative_step") or group.get("lr") is None for group in optimizer.param_groups
+        group.get("relative_step") or group.get("lr") is None or "d0" in group
+        for group in optimizer.param_groups
     )
 
 

@@ -7,7 +7,9 @@ import os
 import platform
 import resource
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 
 from .. import fp8
+from ..bits.cgroups import room_in_cgroups
 from ..precision import PRECISIONS, Precision
 
 
@@ -29,6 +32,35 @@ def arithmetic(device: torch.device | str) -> str:
     return (
         "hardware" if torch.device(device).type == "cuda" and fp8.has_kernel(device) else "emulated"
     )
+
+
+threads_lock = threading.Lock()
+
+
+def set_own_threads(count: int) -> int:
+    """Sets on how many cores torch computes what the calling thread asks for. Returns the number
+    before.
+
+    `torch.set_num_threads` also sets it for every thread that starts later, and on another number
+    of cores a sum has other last bits. So a new thread puts that back at once.
+    """
+    with threads_lock, ThreadPoolExecutor(1) as new_thread:
+        before = torch.get_num_threads()
+        of_later_threads = new_thread.submit(torch.get_num_threads).result()
+        torch.set_num_threads(count)
+        new_thread.submit(torch.set_num_threads, of_later_threads).result()
+    return before
+
+
+@contextlib.contextmanager
+def one_core():
+    """Within a `with` block, the calling thread computes on one core, and other threads as they
+    did."""
+    before = set_own_threads(1)
+    try:
+        yield
+    finally:
+        set_own_threads(before)
 
 
 @functools.cache
@@ -58,12 +90,8 @@ def is_emulated(name: str, device="cpu") -> bool:
             times.append(time.perf_counter() - began)
         return min(times)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # with several threads, waits for a busy core would be timed, too
-    try:
+    with one_core():  # on several, waits for a busy one would be timed, too
         return shortest(rules.autocast) > 10 * shortest(torch.float32)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @functools.cache
@@ -106,20 +134,14 @@ def available(device="cpu") -> int:
     """Bytes that are free on a device.
 
     On a GPU this is CUDA memory, on a CPU it is RAM within the limits of this process and its
-    cgroup (v2).
+    cgroups.
     """
     device = torch.device(device)
     if device.type == "cuda":
         # Memory that torch has reserved and would reuse.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    left = [psutil.virtual_memory().available]
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no cgroup, or one without a limit ("max")
-        free = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # File pages that the kernel drops when memory is needed
-        left.append(free + int(stat["inactive_file"]))
+    left = [psutil.virtual_memory().available, room_in_cgroups()]
     if sys.platform == "linux":  # other kernels do not enforce these
         used = psutil.Process().memory_info()
         for limit, taken in ((resource.RLIMIT_DATA, used.data), (resource.RLIMIT_AS, used.vms)):

@@ -16,7 +16,6 @@ import logging
 import re
 import socket
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from ..machine.hardware import processor
-from . import parallel
+from .batch_file import SharedFile
 
 PATIENCE = 10  # seconds in which a scheduler must answer and have a worker
 # Seconds without a worker before the user is told. A worker that has died may start by itself.
@@ -81,9 +80,9 @@ def call_if_same(versions: dict[str, str], function: Callable, *arguments):
 class Cluster(Executor):
     """The workers of a Dask cluster that a `distributed.Client` is connected to.
 
-    A worker that is lost costs its batch, which another worker trains from where the batch began in
-    this call. Dask gives a batch up when more workers have died over it than the scheduler's
-    setting `allowed-failures` says, which is 3 by default.
+    If a worker is lost, another one goes on with its batch from where it was saved last. Dask gives
+    a batch up when more workers have died over it than the scheduler's setting `allowed-failures`
+    says, which is 3 by default.
 
     `threads`: how many batches the workers that are there train at once.
     `threads_by_host`: the same, by machine.
@@ -92,8 +91,6 @@ class Cluster(Executor):
 
     Raises ValueError if the scheduler or a worker lacks fp8rl or torch, or has another version.
     """
-
-    is_elsewhere = True  # workers may not have the files of this machine
 
     def __init__(self, client):
         self._client = client
@@ -134,15 +131,13 @@ class Cluster(Executor):
             )
 
     def submit(self, function: Callable, /, *arguments) -> Future:
-        # Arguments may have the state of a batch, which Dask would find large for an argument.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Sending large graph")
-            return self._executor.submit(call_if_same, self._versions, function, *arguments)
+        return self._executor.submit(call_if_same, self._versions, function, *arguments)
 
-    def stop_batches(self, study: str) -> None:
-        """Tells the batches of a study to stop after their iteration, on all workers."""
-        with contextlib.suppress(Exception):  # the scheduler may have died
-            self._client.run(parallel.stop_batches, study, on_error="ignore")
+    def share(self, path: Path) -> SharedFile:
+        """The file of a batch on the scheduler, as this machine has it at a path, or empty."""
+        variable = imported().Variable(client=self._client)
+        variable.set((0, path.read_bytes() if path.exists() else None))
+        return SharedFile(variable)
 
     def has_workers(self) -> bool:
         """Whether a worker is there. False if the scheduler has died, too."""

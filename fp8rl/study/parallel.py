@@ -13,8 +13,8 @@ into batches is a function of the configs and of the argument `workers`, and of 
 the executor, of how many workers it really has, or of which of them die. With the same `workers`,
 each executor gives the same numbers bit for bit on one kind of processor.
 
-A study keeps the states of its batches in files (`KeptBatches`, batch_file.py). A batch that was
-stopped goes on from its file and gives the same numbers.
+A study keeps the states of its batches in files (batch_file.py). A batch that was stopped goes on
+from its file and gives the same numbers.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
-import uuid
 import warnings
 from collections.abc import Callable, Container, Iterator, MutableSequence
 from concurrent.futures import (
@@ -40,18 +40,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from tqdm.auto import tqdm
 
 from ..build import build, build_population
 from ..config import Config
-from ..disk.safe_files import write_whole
 from ..history import History
-from ..machine.hardware import cores, keep_freed_memory
+from ..machine.hardware import cores, keep_freed_memory, one_core
 from ..machine.plan import plan_run
 from ..population.batches import batches, obstacle, require_one_population
 from ..tasks.gymnasium_env import EnvironmentFailed, children_ignore_interrupts
-from .batch_file import BatchFile, Keeping, Stopped, batch_file, train_until
+from ..train import iterate
+from .batch_file import BatchFile, SharedFile, opened
 from .comparison import THRESHOLD
 
 AGENTS = 64  # in a population, at most: with more, results come later and take more memory
@@ -98,7 +97,7 @@ def run_batches(
     progress: bool = True,
     done: Container[Config] = (),
     threshold: float = THRESHOLD,
-    kept: "KeptBatches | None" = None,
+    folder: Path | None = None,
 ) -> Iterator[tuple[Config, History]]:
     """Trains batches in parallel, yielding each config with its history as they finish (in any
     order).
@@ -109,9 +108,8 @@ def run_batches(
     executor those of finished batches. It also counts agents that have reached the `threshold`.
     `done`: configs that need not be trained any more. The others train in the populations that they
     would have been in without it, so that a study that goes on gives the same numbers bit for bit.
-    `kept`: where the states of batches are kept that have begun. They go on from there. Whatever
-    ends this function early, batches that train are told to stop, and it waits until they have
-    saved their states. A second signal does not wait.
+    `folder`: where the states of batches are kept that have begun, by workers of this machine or by
+    those of an executor with a method `share` (dask_cluster.py). They go on from there.
 
     Raises what a run raises, and ChildProcessError if a process died or the executor gave up a
     batch. Then, and if the caller stops early, batches that have not begun are cancelled."""
@@ -119,42 +117,47 @@ def run_batches(
     if not tasks:
         return
     agents = sum(len(batch) for _, batch in tasks)
-    # Of each batch: steps, agents that reached the threshold. The last tells all to stop.
-    counts = [0.0] * (2 * len(tasks) + 1)
+    counts = [0.0] * (2 * len(tasks))  # of each batch: steps, agents that reached the threshold
     total = sum(steps_of(config) for _, batch in tasks for config in batch)
     waiting: dict[Future, int] = {}  # the number of the batch
-    finished: list[tuple[int, list[History]]] = []  # batches whose results are being yielded
+    share = getattr(executor, "share", None)
     with contextlib.ExitStack() as on_exit:
         if executor is None:
             counts = multiprocessing.get_context("forkserver").RawArray("d", counts)
             processes = min(workers or cores(), cores(), len(tasks))
             executor = on_exit.enter_context(LocalProcesses(processes, counts))
+        if share and folder is None:
+            folder = Path(on_exit.enter_context(tempfile.TemporaryDirectory()))
+        files = [BatchFile(folder, batch) for _, batch in tasks if folder]
         try:
             for number, (each, batch) in enumerate(tasks):
-                keeping = kept and kept.keeping(executor, batch)
+                keeping = folder
+                if share:
+                    keeping = share(files[number].path)
+                    files[number].shared = keeping
                 with held_signals():
                     future = executor.submit(train_batch, each, batch, number, threshold, keeping)
                 waiting[future] = number
             with tqdm(total=total, unit="step", unit_scale=True, disable=not progress) as bar:
                 while waiting:
                     tell_news(executor)
+                    fetch(files)
                     finished = next_results(waiting)
                     for number, histories in finished:
                         _, batch = tasks[number]
                         counts[2 * number] = sum(map(steps_of, batch))
                         counts[2 * number + 1] = sum(reaches(x, threshold) for x in histories)
-                    reached = sum(counts[1:-1:2])
+                    reached = sum(counts[1::2])
                     text = f"{agents} agents, {reached:.0f} at {threshold:g}"
                     bar.set_postfix_str(text, refresh=False)
-                    bar.update(sum(counts[:-1:2]) - bar.n)
+                    bar.update(sum(counts[::2]) - bar.n)
                     for number, histories in finished:
                         _, batch = tasks[number]
                         for config, history in zip(batch, histories, strict=True):
                             if config not in done:
                                 yield config, history
-                        if kept:
-                            kept.remove(batch)  # the caller has its results
-                    finished = []
+                        if folder:
+                            files[number].remove()  # the caller has its results
         except BrokenExecutor as error:
             raise ChildProcessError(
                 "a process of the study died (killed, or out of memory): run the command again"
@@ -165,77 +168,27 @@ def run_batches(
                 "see whether its workers are there, then run the command again"
             ) from error
         finally:
-            if kept:
-                for number, histories in finished:
-                    kept.finished += zip(tasks[number][1], histories, strict=True)
-                kept.stop(executor, waiting, tasks)
             for future in waiting:
                 future.cancel()
+            for file in files:
+                file.fetch()
+                file.leave()
 
 
-class KeptBatches:
-    """The batches of a study that have begun, in files of its folder.
-
-    After `run_batches` was ended early, `finished` has the configs and histories that have finished
-    and were perhaps not yielded, and `lost` is the number of agents that were training and whose
-    state could not be saved.
-    """
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.study = uuid.uuid4().hex
-        self.finished: list[tuple[Config, History]] = []
-        self.lost = 0
-
-    def keeping(self, executor: Executor, configs: list[Config]) -> Keeping:
-        """What a worker of the executor needs to keep a batch."""
-        if not is_elsewhere(executor):
-            return Keeping(self.study, self.folder)
-        file = BatchFile(self.folder, configs)
-        state = file.path.read_bytes() if file.path.is_file() else None
-        return Keeping(self.study, None, state)
-
-    def remove(self, configs: list[Config]) -> None:
-        """Removes the file of a batch that has finished."""
-        BatchFile(self.folder, configs).remove()
-
-    def stop(self, executor: Executor, waiting: dict[Future, int], tasks: list[Batch]) -> None:
-        """Tells the batches that train to stop, and waits until they have saved their states.
-
-        A second signal ends the wait.
-        """
-        tell = getattr(executor, "stop_batches", stop_batches)
-        # A batch that has not begun is cancelled. The futures of a cluster do not say whether they
-        # have begun.
-        futures = [x for x in waiting if is_elsewhere(executor) or not x.cancel()]
-        self.lost = sum(len(tasks[waiting[future]][1]) for future in futures)
-        ended: set[Future] = set()
-        while len(ended) < len(futures):
-            tell(self.study)  # again, because a worker may have joined the cluster since
-            with held_signals():
-                ended, _ = wait(futures, 0.5)
-            if is_elsewhere(executor) and not executor.has_workers():
-                break
-        for future in ended:
-            _, batch = tasks[waiting[future]]
-            if not future.cancelled() and not future.exception():
-                self.take(batch, future.result())
-
-    def take(self, batch: list[Config], result: list[History] | Stopped) -> None:
-        """Keeps what a batch returned after it had been told to stop."""
-        if not isinstance(result, Stopped):
-            self.finished += zip(batch, result, strict=True)
-            self.lost -= len(batch)
-            return
-        if result.state is not None:
-            write_whole(BatchFile(self.folder, batch).path, lambda file: file.write(result.state))
-        if result.kept:
-            self.lost -= len(batch)
-
-
-def is_elsewhere(executor: Executor) -> bool:
-    """Whether an executor's workers may be on other machines, which lack this one's files."""
-    return getattr(executor, "is_elsewhere", False)
+def fetch(files: list[BatchFile]) -> None:
+    """Copies the files of batches that are on the scheduler of a cluster, each when it is time to,
+    and tells of batches that begin again and again."""
+    for file in files:
+        if not file.is_due():
+            continue
+        before = file.begun
+        file.fetch()
+        if file.begun > max(before, 1):
+            tqdm.write(
+                f"fp8rl: {file.path.stem} has begun {file.begun} times without being saved: "
+                "let workers live longer, or make batches smaller by more --workers",
+                file=sys.stderr,
+            )
 
 
 def tell_news(executor: Executor) -> None:
@@ -345,34 +298,24 @@ def train_batch(
     configs: list[Config],
     number: int,
     threshold: float,
-    keeping: Keeping | None = None,
-) -> list[History] | Stopped:
+    keeping: Path | SharedFile | None = None,
+) -> list[History]:
     """Trains a batch in the thread that calls it, and returns the histories in the order of its
     configs. It needs nothing that was set up before, so any worker can do it.
 
-    With `keeping`, the batch goes on from its file, its state is saved again and again, and it can
-    be stopped, which returns Stopped. A function of the caller, `each`, is called once and keeps
-    nothing.
+    The batch goes on from its file in the folder `keeping`, or from that on a cluster's scheduler,
+    and its state is saved there again and again. A function of the caller, `each`, is called once
+    and keeps nothing.
 
     In a process of this machine's pool, batch `number` counts its steps and agents while it trains.
     """
-    threads = torch.get_num_threads()
-    # Several would add up in another order. Each thread of a process has a setting of its own.
-    torch.set_num_threads(1)
     keep_freed_memory()
-    try:
+    # Several cores would add up in another order
+    with one_core(), opened(keeping, configs) as file:
         if each not in (None, run):
             (config,) = configs
             return [each(config)]
-        if keeping is None:
-            return _train(each is run, configs, number, threshold)
-        with batch_file(keeping, configs) as file:
-            result = _train(each is run, configs, number, threshold, file, keeping.study)
-            if isinstance(result, Stopped) and keeping.folder is None and file.path.exists():
-                return result._replace(state=file.path.read_bytes())
-            return result
-    finally:
-        torch.set_num_threads(threads)
+        return _train(each is run, configs, number, threshold, file)
 
 
 def _train(
@@ -381,8 +324,7 @@ def _train(
     number: int,
     threshold: float,
     file: BatchFile | None = None,
-    study: str = "",
-) -> list[History] | Stopped:
+) -> list[History]:
     """Trains a batch in its file, or in none: one config `alone`, or a population."""
     if file is not None:
         made = file.built(alone)
@@ -398,18 +340,17 @@ def _train(
             steps = made.recorded.last["steps"] * len(configs)
             _counts[2 * number : 2 * number + 2] = steps, reached.sum()
 
-    def stop() -> bool:
-        return study in _told_to_stop or (_counts is not None and _counts[-1] > 0)
-
+    count()
     try:
-        stopped = train_until(made, stop, file, count)
+        with contextlib.closing(iterate(made)) as iterations:
+            for _ in iterations:
+                count()
+                if file is not None:
+                    file.keep(made)
     except (ValueError, FloatingPointError, EnvironmentFailed) as error:
         if not alone:
             raise
         record_failure(made.history, error)
-        stopped = None
-    if stopped:
-        return stopped
     return [made.history] if alone else made.histories(configs)
 
 
@@ -420,17 +361,8 @@ def record_failure(history: History, error: Exception) -> None:
     history.add({**start, **history.last, "eval_return": -math.inf})
 
 
-# Studies whose batches in this process are to stop (`Keeping.study`).
-_told_to_stop: set[str] = set()
-
-
-def stop_batches(study: str) -> None:
-    """Tells the batches of a study that train in this process to stop after their iteration."""
-    _told_to_stop.add(study)
-
-
 # Of run_batches, in a process of this machine's pool: the steps of each batch and its agents at the
-# threshold, and last whether all batches are to stop.
+# threshold.
 _counts: MutableSequence[float] | None = None
 
 
@@ -444,17 +376,12 @@ class LocalProcesses(ProcessPoolExecutor):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch"])
         self.others = set(multiprocessing.active_children())
-        self.counts = counts
         super().__init__(processes, context, _begin_process, (counts,))
 
     def submit(self, function, /, *arguments, **options) -> Future:
         """As ProcessPoolExecutor, which starts its processes here."""
         with children_ignore_interrupts(), children_ignore_termination():
             return super().submit(function, *arguments, **options)
-
-    def stop_batches(self, study: str) -> None:
-        """Tells all batches to stop after their iteration."""
-        self.counts[-1] = 1
 
     def __exit__(self, kind, error, traceback) -> None:
         if kind:
@@ -467,9 +394,8 @@ class LocalProcesses(ProcessPoolExecutor):
 def children_ignore_termination() -> Iterator[None]:
     """A context in which processes that are started ignore SIGTERM.
 
-    Schedulers and `timeout` send it to a whole group of processes. The parent then ends these
-    processes, after they have saved their batches. If the server that forks them died of it, all
-    of them would count as dead.
+    Schedulers and `timeout` send it to a whole group of processes, which the parent then ends. If
+    the server that forks them died of it first, the study would seem to end because of that.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # signal handlers can be set only there
@@ -487,7 +413,7 @@ def _begin_process(counts: MutableSequence[float]) -> None:
     # Its own has a semaphore of the system, which a worker that is killed would leave there
     tqdm.set_lock(threading.RLock())
     # Ctrl-C goes to all processes of a terminal, and SIGTERM often to all of a job. The parent
-    # tells its children to stop.
+    # ends its children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
