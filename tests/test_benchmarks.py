@@ -40,8 +40,8 @@ from PIL import Image
 from fp8rl.build import build_population
 from fp8rl.cli import throughput
 from fp8rl.config import Config
-from fp8rl.doctor.mismatch import MEANING
-from fp8rl.doctor.mismatch_symptoms import BITS_LEFT
+from fp8rl.dumps.mismatch import MEANING
+from fp8rl.dumps.symptoms import BITS_LEFT
 from fp8rl.history import History
 from fp8rl.machine.machine import Machine
 from fp8rl.population.networks import Agents

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fp8rl.doctor import Doctor, gradients, ruler
 from fp8rl.bits.formats import Format
 from fp8rl.bits.places import SLACK, PlaceFormat, places_of
-from fp8rl.doctor.findings import judge, word_for
+from fp8rl.doctor import Doctor, gradients, ruler
+from fp8rl.doctor.findings import judge
 from fp8rl.doctor.rows import FormatRows, RowShadow
 from fp8rl.doctor.ruler import Reading
 
@@ -65,7 +65,9 @@ def assert_same_moments(seen) -> None:
     """The doctor's float32 moments are the optimizer's."""
     replay(seen)
     for name, ours in zip(("exp_avg", "exp_avg_sq"), seen.kept[len(seen.window)], strict=False):
-        np.testing.assert_allclose(ours, seen.watcher.sample.take(seen.watcher.state(name)), rtol=1e-3, atol=1e-12)
+        np.testing.assert_allclose(
+            ours, seen.watcher.sample.take(seen.watcher.state(name)), rtol=1e-3, atol=1e-12
+        )
 
 
 # Rounding
@@ -726,19 +728,7 @@ def test_a_look_at_another_loss_is_refused():
         without_products.look(lambda: model[0].weight.sum())
 
 
-
-
 # Policies that act
-
-
-
-
-
-
-
-
-
-
 
 
 # Which optimizers and trainings are judged
@@ -753,10 +743,6 @@ def test_other_optimizers_are_judged_by_their_weights_alone(make):
     model = network()
     found = watched(make(model.parameters()), model, ("weights=bf16", "m=bf16", "root=bf16"))
     assert [*found] == ["weights=bf16"]
-
-
-
-
 
 
 def test_what_learned_is_judged_by_the_steps_and_not_by_how_it_is_left():
@@ -801,10 +787,6 @@ def test_a_group_that_is_removed_does_not_stop_a_training():
     del optimizer.param_groups[1]
     fit(model, optimizer, 8)
     assert watching.report()[0].why == "other parameters learn than at first"
-
-
-
-
 
 
 def test_parameters_of_other_types_are_named_and_those_in_float32_are_judged():

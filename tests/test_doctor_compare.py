@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from fp8rl.doctor.verdicts import SEVERITY
 from helpers import PATIENCE
 
 from fp8rl.doctor import command as doctor
 from fp8rl.doctor import compare
 from fp8rl.doctor.compare import CLAIMS, FLOAT32, NOT_JUDGED, Outcome, Words
 from fp8rl.doctor.output import report_as_json
-from fp8rl.doctor.verdicts import SEVERITY
 
 # A training in which bfloat16 stalls: weights of 1 and steps of 0.0001
 TRAINING = """
@@ -228,15 +228,6 @@ def test_what_float32_does_decides_what_can_be_said(first, float32, kept, lost):
 
 def test_the_outcome_is_the_mean_of_the_last_tenth():
     assert Outcome([9.0] * 18 + [1.0, 2.0]).end == 1.5 and Outcome([9.0] * 18 + [1.0]).end == 1
-
-
-@pytest.mark.parametrize("first", [-math.inf, math.inf, math.nan])
-def test_what_is_printed_before_there_is_a_number_is_not_the_start(first, tmp_path):
-    """Such as the best return, or the mean of no episodes."""
-    results = Results(Reading(r"loss (\S+)"))
-    for arm, numbers in ((FLOAT32, [first, 1, 2, 5]), ("v=bf16", [first, 1, 2, 3])):
-        results.add(arm, None, trace_of(log_of(tmp_path / "log", numbers), results.reading), None)
-    assert results.higher and results.gain([None]) == 4 and results.loss("v=bf16").share == 0.5
 
 
 @pytest.mark.parametrize(

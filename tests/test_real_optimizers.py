@@ -11,14 +11,14 @@ import sys
 import numpy as np
 import pytest
 import torch
+from fp8rl.doctor.optimizer_copy import OptimizerCopy
+from fp8rl.doctor.real_optimizers import CATALOGUE, read_real_optimizer
 from helpers import refused
 from torch import nn
 
 from fp8rl.doctor import Doctor
 from fp8rl.doctor import command as doctor_command
 from fp8rl.doctor.keep import Keep
-from fp8rl.doctor.optimizer_copy import OptimizerCopy
-from fp8rl.doctor.real_optimizers import CATALOGUE, read_real_optimizer
 
 HERE = "test_real_optimizers"  # the module in which optimizers of these tests are found
 
