@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
+from ..bits.cgroups import room_in_cgroups
+
 # Bytes for each token, at most, while a report is made: 25 arrays of float64 and those of the file.
 # A test measures that no more are used.
 BYTES_PER_TOKEN = 200
 MOST_TOKENS = 2**28  # where the memory of the machine is not known
 GB = 1e9
 MEMORY = Path("/proc/meminfo")
-LIMIT = Path("/sys/fs/cgroup/memory.max")
-USED = Path("/sys/fs/cgroup/memory.current")
 
 
 def check_memory(text: str, tokens: int) -> None:
@@ -42,7 +42,4 @@ def available_memory() -> int | None:
         available = int(line.split()[1]) * 1024
     except (OSError, ValueError, IndexError):
         return None
-    try:  # a container may have less than the machine
-        return min(available, int(LIMIT.read_text()) - int(USED.read_text()))
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
-        return available
+    return min(available, room_in_cgroups())
