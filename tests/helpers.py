@@ -207,12 +207,12 @@ def log_probabilities(model, precision: Precision, rollout: Rollout) -> torch.Te
 
 def coded(start: int, length: int, num_envs: int) -> Rollout:
     """A rollout whose numbers tell their time and environment: obs (time, env), reward 4 time +
-    env, and so on."""
+    env, and so on. No flag ends an episode."""
     time = torch.arange(start, start + length + 1).float().unsqueeze(-1).expand(-1, num_envs)
     env = torch.arange(num_envs).float().expand(length + 1, -1)
     obs = torch.stack((time, env), dim=-1)
     row = number_of(obs)
-    return Rollout(obs, (row % 7).long(), row.clone(), (row % 5).to(torch.uint8), -row)
+    return Rollout(obs, (row % 7).long(), row.clone(), 4 * (row % 5).to(torch.uint8), -row)
 
 
 def number_of(obs: torch.Tensor) -> torch.Tensor:
