@@ -53,7 +53,7 @@ import torch
 from .constants import constant
 from .distribution import distribution_of
 from .recurrence import recurrence_fast
-from .rollout import NO_FLAGS, TERMINATED, TRUNCATED, Rollout, require_dummy_rows
+from .rollout import NO_FLAGS, TERMINATED, TRUNCATED, Rollout
 
 # What `statistics_of` makes of a loss.
 STATISTICS = (
@@ -145,8 +145,8 @@ def vtrace(
     package and of Gymnasium's NEXT_STEP. In the SAME_STEP layout, which many simulators of robots
     have, it holds the first observation of the next episode. For such data, pass `ended` and
     `final_values`. The rows that ended an episode then bootstrap from `final_values`, and the trace
-    is cut there. Only this function and `vtrace_fast` take that layout; the ring and
-    `actor_critic_loss` refuse it. Raises ValueError if only one of the two is given.
+    is cut there. Only this function and `vtrace_fast` take that layout; `actor_critic_loss`
+    does not, and the ring refuses it. Raises ValueError if only one of the two is given.
 
         >>> import torch
         >>> ones = torch.ones(3, 4)
@@ -294,8 +294,7 @@ def actor_critic_loss(
     `compute_targets`  `vtrace_fast`, or a function with the same arguments
 
     Returns the loss (float32 scalar), and what it has measured, for `statistics_of`. Dimensions
-    between time and batch stay, and the results have them. Raises ValueError for an end of an
-    episode without a dummy row after it.
+    between time and batch stay, and the results have them.
 
         >>> import torch
         >>> from fp8rl.config import Config
@@ -310,7 +309,6 @@ def actor_critic_loss(
         >>> statistics_of(measured)[STATISTICS.index("entropy")]
         tensor(0.6931)
     """
-    require_dummy_rows(rollout.flags)
     valid = rollout.valid
     policy = distribution_of(rollout.action)(outputs[:-1])
     logp = torch.where(valid, policy.log_prob(executed_actions(rollout, valid)), 0)

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from . import rng
 from .constants import constant
 from .precision import Precision
-from .rng import rows
 
 # Bits in a row's flags.
 TERMINATED = 1
@@ -78,7 +78,8 @@ def require_dummy_rows(flags: torch.Tensor, last: torch.Tensor | int = 0) -> Non
     The next observation would be the first one of another episode. `flags` are uint8 [T, ..., B],
     and `last` those of the row before them. While a CUDA graph is captured, nobody can look.
     """
-    can_look = not (flags.is_cuda and torch.cuda.is_current_stream_capturing())
+    is_eager_gpu = flags.is_cuda and not torch.cuda.is_current_stream_capturing()
+    can_look = is_eager_gpu or flags.device.type == rng.HOST
     before = torch.cat((torch.zeros_like(flags[:1]) + last, flags[:-1]))
     missing = (before & (TERMINATED | TRUNCATED) != 0) & (flags & DUMMY == 0)
     if can_look and missing.any():
@@ -135,7 +136,7 @@ def check_extremes(numbers: list[float]) -> None:
 def action_noise(env, length: int, seed, purpose: str, iteration: int) -> torch.Tensor:
     """Noise for sampling the actions of `length` steps, float32 [length, N, numbers per action]."""
     shape = (length, env.num_envs, env.distribution.numbers(env.num_actions))
-    return env.distribution.noise(rows(seed, purpose, iteration, shape, env.device))
+    return env.distribution.noise(rng.rows(seed, purpose, iteration, shape, env.device))
 
 
 def sampler_of(env):

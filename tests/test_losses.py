@@ -301,6 +301,8 @@ def test_actions_that_are_masked_out_have_no_part_in_the_loss(seed, actions, ent
     for found in (gradient[:-1], by_hand):
         torch.testing.assert_close(found[..., :-1], expected[:-1], rtol=1e-5, atol=1e-6)
         assert not found[..., -1].any()
+    taken_before = rollout._replace(action=torch.full_like(rollout.action, actions))
+    assert loss_of(more, values, taken_before)[1]["policy_loss"] == 0  # the ratio is 0, too
 
 
 @given(seeds, lengths, lambdas)

@@ -203,7 +203,7 @@ def test_an_end_without_a_dummy_row_after_it_is_refused():
     for what followed names the row that should be a dummy."""
     one, ring, rollout = learner(), ReplayBuffer(20, 3), noise(0, 6, 3)
     rollout.flags[3, 1] = TRUNCATED
-    for take in (ring.append, transitions_of, one.watch, one.loss):
+    for take in (ring.append, transitions_of, one.watch):
         message = "flags of row 4 of environment 1 have no DUMMY, .*: reset one step later"
         refused(message, take, rollout)
     rollout.flags[4, 1] = DUMMY
@@ -211,7 +211,7 @@ def test_an_end_without_a_dummy_row_after_it_is_refused():
     ring.append(rollout)
     refused("flags of row 0 of environment 2 have no DUMMY", ring.append, rollout)
     rollout.flags[0, 2] = DUMMY
-    for take in (ring.append, transitions_of, one.watch, one.loss):
+    for take in (ring.append, transitions_of, one.watch):
         take(rollout)
 
 
