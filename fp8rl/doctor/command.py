@@ -40,7 +40,6 @@ import argparse
 import contextlib
 import importlib.util
 import itertools
-import json
 import math
 import os
 import signal
