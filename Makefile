@@ -1,5 +1,5 @@
 # make demo       trains the agent in the notebook and leaves the executed notebook and its figures under build/
-# make test       runs the tests and the main notebook, a process for each core
+# make test       runs the tests, in random order, and the main notebook, a process for each core
 # make notebooks  runs the other notebooks, a process for each core
 # make lab        opens the notebooks in JupyterLab
 # make lint       checks package, tests and notebooks

@@ -1,4 +1,4 @@
-"""What does `fp8rl.doctor.mismatch` say of dumps of a real decoder, of which the truth is known?
+"""What does `fp8rl.dumps.mismatch` say of dumps of a real decoder, of which the truth is known?
 
 The dumps of dumps.py come from tiny policies. Here a decoder like Llama learns the text of Python's
 standard library, and transformers, torchao and optimum-quanto run it: as an actor with a cache,
@@ -35,7 +35,7 @@ from files import table_of
 
 from fp8rl.bits import mismatch
 from fp8rl.cli.throughput import origin
-from fp8rl.doctor.mismatch import MismatchReport
+from fp8rl.dumps.mismatch import MismatchReport
 
 SOUND = "sound"
 UNDECIDED = "rounding or bug"

@@ -28,7 +28,7 @@ SLIDING_WINDOW = 24  # tokens
 FIRST_TURN, SECOND_TURN = 48, 56  # tokens around a tool's reply
 
 Arrays = dict[str, np.ndarray]
-# Kinds of the report (MEANING in fp8rl/doctor/mismatch.py) that count as right for several bugs
+# Kinds of the report (MEANING in fp8rl/dumps/mismatch.py) that count as right for several bugs
 OF_PROMPT = "beginning", "template", "other", "precision"
 OF_WEIGHTS = "other", "precision"
 OF_OLD_WEIGHTS = "stale", "other", "precision"

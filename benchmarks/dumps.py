@@ -1,4 +1,4 @@
-"""Does `fp8rl.doctor.mismatch` tell a bug from rounding in dumps of log-probabilities?
+"""Does `fp8rl.dumps.mismatch` tell a bug from rounding in dumps of log-probabilities?
 
 The dumps come from tiny language models whose faults are known. A policy samples tokens as an
 engine does that rounds its weights, state or logits, or that has one of the planted bugs. The
@@ -9,7 +9,7 @@ learner, the same policy in float32, then gives its own log-probabilities of the
     python benchmarks/dumps.py noise benchmarks/results/noise_dumps.md
 
 `choose` prints how large each symptom gets in dumps with rounding alone, as a share of its limit. The
-limits in fp8rl/doctor/mismatch_symptoms.py and mismatch_places.py lie near the top of that. `noise`
+limits in fp8rl/dumps/symptoms.py lie near the top of that. `noise`
 judges dumps of any length without a policy (noise_dumps.py): how many with noise alone are called a
 bug, and how many planted bugs are named? With `--large` it judges the longest ones. `report` judges policies of other seeds,
 widths and vocabularies with these limits. Beside ours stand the two simplest rules: a bug is what
@@ -32,7 +32,7 @@ from files import table_of
 from fp8rl.bits import mismatch
 from fp8rl.bits.formats import Format, format_of, rounded, scaled
 from fp8rl.cli.throughput import origin
-from fp8rl.doctor.mismatch_symptoms import SIZE
+from fp8rl.dumps.symptoms import SIZE
 
 PROMPTS = 8
 SEQUENCES = 512  # in a dump

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fp8rl.cli.throughput import seconds_of
+from fp8rl.cli.throughput import commit, seconds_of
 from fp8rl.machine.cuda_graphs import Graphed
 from fp8rl.machine.hardware import arithmetic, load_kernels
 from fp8rl.precision import Precision
@@ -86,7 +86,8 @@ def table_of(result: dict) -> str:
             cells = [f"{1e6 * seconds[name]:,.0f}" for name in PRECISIONS]
             lines.append(f"| {int(batch):,} | {int(width):,} | {' | '.join(cells)} |")
     command = "`python benchmarks/fp8_layer.py benchmarks/results`"
-    made = f"{command} on {result['hardware']}; torch {result['torch']}, CUDA {result['cuda']}."
+    versions = f"torch {result['torch']}, CUDA {result['cuda']}; commit {result['commit']}"
+    made = f"{command} on {result['hardware']}; {versions}."
     return "\n".join([*lines, "", f"Medians of five rounds. {made}", ""])
 
 
@@ -106,6 +107,7 @@ def main(out: Path, widths=WIDTHS, batches=BATCHES) -> None:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
+        "commit": commit(),
     }
     result |= {"seconds": {}, "break_even_width": {}}
     out.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,7 @@ def definitions(precision: str) -> dict:
     for cell in json.loads(NOTEBOOK.read_text())["cells"]:
         tags = cell["metadata"].get("tags", [])
         if "parameters" in tags or "definitions" in tags:
-            exec("".join(cell["source"]), names)
+            exec("".join(x for x in cell["source"] if not x.startswith("%")), names)
         if "parameters" in tags:
             names["PRECISION"] = precision
     return names

@@ -124,7 +124,7 @@ def build(
         evaluator = Evaluator(episodes, evaluating, make_evaluation_env, evaluated, in_use)
     else:
         evaluator = processes.NoEvaluator()
-    ring_settings = (plan.ring_rows, plan.num_envs, env.bounds, config.codec)
+    ring_settings = (plan.ring_rows, plan.num_envs, env.bounds, plan.codec)
     ring_options = (plan.action_size, plan.clips_by_learner)
     if plan.ring_folder is None:
         ring = ReplayBuffer(*ring_settings, plan.store_device, *ring_options)

@@ -95,6 +95,7 @@ class Config:
     # rollouts; with much older transitions, the agent learns more slowly.
     capacity: int = 20_000
     # How the ring stores observations: fp32, fp16, bf16, int8 or fp8 (replay/observation_codec.py).
+    # With fp32, float64 observations that the network standardizes stay float64.
     codec: str = "fp32"
     slice_length: int = 128  # Consecutive steps in a replayed slice; 1 replays single transitions.
     batch_size: int = 1_024  # Transitions in a replayed batch, a multiple of slice_length.

@@ -90,12 +90,12 @@ class Categorical:
 
     @functools.cached_property
     def finite_log_policy(self) -> torch.Tensor:
-        """`log_policy` with the lowest float32 in place of -inf.
+        """`log_policy` with 0 for actions of probability 0, such as those with the logit -inf.
 
-        An action with the logit -inf has probability 0 and adds nothing to the entropy, but 0 *
-        -inf is NaN.
+        They add nothing to the entropy and its gradient, but 0 * -inf is NaN. So is 0 times a large
+        number, after a product with the weight of the entropy has overflowed.
         """
-        return self.log_policy.clamp(min=torch.finfo(self.log_policy.dtype).min)
+        return self.log_policy.masked_fill(self.probability == 0, 0)
 
     @functools.cached_property
     def entropies(self) -> torch.Tensor:

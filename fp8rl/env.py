@@ -104,7 +104,7 @@ class TensorEnv(TensorState):
 
     def start(self, numbers: torch.Tensor) -> torch.Tensor:
         """Start states [..., state_size] from random numbers in [-1, 1) of the same shape."""
-        raise NotImplementedError
+        raise NotImplementedError("start is missing: define it in the task's class")
 
     def advance(
         self, state: torch.Tensor, action: torch.Tensor
@@ -114,7 +114,7 @@ class TensorEnv(TensorState):
         Returns the next states, float32 like `state`, rewards float32 [N], and whether the episode
         terminates, bool [N].
         """
-        raise NotImplementedError
+        raise NotImplementedError("advance is missing: define it in the task's class")
 
     def observe(self, state: torch.Tensor) -> torch.Tensor:
         """Observations [..., F] of states."""

@@ -145,8 +145,8 @@ def vtrace(
     package and of Gymnasium's NEXT_STEP. In the SAME_STEP layout, which many simulators of robots
     have, it holds the first observation of the next episode. For such data, pass `ended` and
     `final_values`. The rows that ended an episode then bootstrap from `final_values`, and the trace
-    is cut there. Only this function and `vtrace_fast` take that layout; the ring and
-    `actor_critic_loss` do not. Raises ValueError if only one of the two is given.
+    is cut there. Only this function and `vtrace_fast` take that layout; `actor_critic_loss`
+    does not, and the ring refuses it. Raises ValueError if only one of the two is given.
 
         >>> import torch
         >>> ones = torch.ones(3, 4)
@@ -416,7 +416,9 @@ def total_loss(
     rows.
     """
     # The policy loss has no factor rho, because V-trace's min(1, rho) is in the advantage.
-    policy_loss = -_sum(logp * terms.advantage) / terms.all_rows
+    # A row without advantage adds 0, also where its action is impossible by now and logp is -inf.
+    of_rows = (logp * terms.advantage).masked_fill(terms.advantage == _ZERO, 0)
+    policy_loss = -_sum(of_rows) / terms.all_rows
     value_loss = _HALF * _sum(error * error) / terms.all_rows
     entropy = _sum(policy.entropy().masked_fill(terms.dummy, 0)) / terms.all_rows
     loss = policy_loss + coefficients.value_coef * value_loss - coefficients.entropy_coef * entropy

@@ -78,9 +78,13 @@ class ActorCritic(nn.Module):
             linear(size, size, math.sqrt(2), generator) for _ in range(count)
         )
 
+    def normalize(self, obs: torch.Tensor) -> torch.Tensor:
+        """Observations as the first layer takes them: float32, here not standardized."""
+        return obs.float()
+
     def encode(self, obs: torch.Tensor) -> torch.Tensor:
         """Encodes observations [..., obs_size] as [..., hidden_size]."""
-        x = self.inputs(obs).relu()
+        x = self.inputs(self.normalize(obs)).relu()
         for layer in self.hidden:
             x = layer(x).relu()
         return x

@@ -35,7 +35,7 @@ class RecurrentActorCritic(ActorCritic):
 
     def encode(self, obs: torch.Tensor) -> torch.Tensor:
         """The GRU's input x, float32 [..., 3 hidden_size]."""
-        x = self.inputs(obs).relu()
+        x = self.inputs(self.normalize(obs)).relu()
         for layer in self.hidden[:-1]:
             x = layer(x).relu()
         return self.hidden[-1](x).float()

@@ -5,7 +5,9 @@ behaviour policy. The importance ratios of later updates need this log-probabili
 
 The end of an episode is followed by a DUMMY row, in which the environment ignored the action and
 reset (NEXT_STEP autoreset). The row leads from the final observation to the first one of the next
-episode, so every observation is stored only once.
+episode, so every observation is stored only once. Environments that reset in the step that ends an
+episode (SAME_STEP autoreset) do not leave room for the final observation. `require_dummy_rows`
+refuses their rollouts.
 """
 
 import contextlib
@@ -15,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from . import rng
 from .constants import constant
 from .precision import Precision
-from .rng import rows
 
 # Bits in a row's flags.
 TERMINATED = 1
@@ -70,6 +72,25 @@ class Rollout(NamedTuple):
         return Rollout(*(x if x is None else x.to(device) for x in self))
 
 
+def require_dummy_rows(flags: torch.Tensor, last: torch.Tensor | int = 0) -> None:
+    """Raises ValueError if a row that ends an episode is not followed by a dummy row.
+
+    The next observation would be the first one of another episode. `flags` are uint8 [T, ..., B],
+    and `last` those of the row before them. While a CUDA graph is captured, nobody can look.
+    """
+    is_eager_gpu = flags.is_cuda and not torch.cuda.is_current_stream_capturing()
+    can_look = is_eager_gpu or flags.device.type == rng.HOST
+    before = torch.cat((torch.zeros_like(flags[:1]) + last, flags[:-1]))
+    missing = (before & (TERMINATED | TRUNCATED) != 0) & (flags & DUMMY == 0)
+    if can_look and missing.any():
+        row, *_, env = missing.nonzero()[0].tolist()
+        raise ValueError(
+            f"flags of row {row} of environment {env} have no DUMMY, and the row before ends an "
+            "episode: reset one step later (Gymnasium's AutoresetMode.NEXT_STEP), or put the final "
+            "observation into a dummy row (rollout.py)"
+        )
+
+
 def extremes(rollout: Rollout, agents: int = 1) -> torch.Tensor:
     """The extremes of the numbers of each agent's part of a rollout, float32 [agents, 5].
 
@@ -115,7 +136,7 @@ def check_extremes(numbers: list[float]) -> None:
 def action_noise(env, length: int, seed, purpose: str, iteration: int) -> torch.Tensor:
     """Noise for sampling the actions of `length` steps, float32 [length, N, numbers per action]."""
     shape = (length, env.num_envs, env.distribution.numbers(env.num_actions))
-    return env.distribution.noise(rows(seed, purpose, iteration, shape, env.device))
+    return env.distribution.noise(rng.rows(seed, purpose, iteration, shape, env.device))
 
 
 def sampler_of(env):

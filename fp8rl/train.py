@@ -43,7 +43,7 @@ from .precision import PRECISIONS, Precision, StepReport
 from .replay.ring import ReplayBuffer
 from .returns import EpisodeReturns, RewardScale
 from .rng import seed_of
-from .rollout import Collector, Rollout, check_extremes, extremes
+from .rollout import Collector, Rollout, check_extremes, extremes, require_dummy_rows
 
 # What an update measures: the statistics of its loss and of its gradient step.
 OF_UPDATE = (*STATISTICS, *StepReport._fields)
@@ -134,16 +134,20 @@ class Learner:
             raise ValueError(f"{problem}: build the run again")
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Sets the optimizer's learning rate."""
-        group = self.optimizer.param_groups[0]
-        if isinstance(group["lr"], torch.Tensor):
-            # In place, because other code may hold this tensor.
-            group["lr"].fill_(learning_rate)
-        else:
-            group["lr"] = learning_rate
+        """Sets the optimizer's learning rate, in all groups of parameters."""
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                # In place, because other code may hold this tensor.
+                group["lr"].fill_(learning_rate)
+            else:
+                group["lr"] = learning_rate
 
     def watch(self, rollout: Rollout) -> None:
-        """Updates the scale of rewards and the network's statistics with a new rollout."""
+        """Updates the scale of rewards and the network's statistics with a new rollout.
+
+        Raises ValueError for an end of an episode without a dummy row after it.
+        """
+        require_dummy_rows(rollout.flags)
         if self.coefficients.scale_rewards:
             if self.reward_scale is None:
                 num_envs = rollout.reward.shape[1]

@@ -1,6 +1,7 @@
 """The setup of tests, and what none of them may leave behind. What takes long to import is imported
 where it is needed: under xdist, the process that only hands tests to others needs none of it."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -42,56 +43,61 @@ def pytest_runtest_setup(item) -> None:
     torch.manual_seed(0)
 
 
-def threads_of_later_threads() -> int:
-    """On how many cores torch computes what threads ask for that start from now on."""
+def cores() -> tuple[int, int]:
+    """On how many cores torch computes: what this thread asks for, and what a new thread does."""
     import torch
 
     with ThreadPoolExecutor(1) as new_thread:
-        return new_thread.submit(torch.get_num_threads).result()
+        return torch.get_num_threads(), new_thread.submit(torch.get_num_threads).result()
 
 
 def settings_of_process() -> dict:
     """The settings of this process that change what later tests compute or find."""
-    import numpy as np
     import torch
     from torch.optim import optimizer
 
-    from fp8rl.precision import ALL_BACKENDS, MATMUL_SWITCH, get_switch
+    from fp8rl import kernels, precision
 
+    matmuls = [precision.ALL_BACKENDS, *precision.MATMUL_SWITCH.values()]
+    signals = signal.valid_signals() - {signal.SIGCHLD}  # torch's data loader takes it for good
     return {
-        "threads": torch.get_num_threads(),
-        "threads of later threads": threads_of_later_threads(),
+        "cores": cores(),
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
         "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        "autocast": [torch.is_autocast_enabled(device) for device in MATMUL_SWITCH],
-        "matmuls": [get_switch(*each) for each in (ALL_BACKENDS, *MATMUL_SWITCH.values())],
+        "autocast": [torch.is_autocast_enabled(device) for device in precision.MATMUL_SWITCH],
+        "matmuls": [precision.get_switch(*matmul) for matmul in matmuls],
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "optimizers' hooks": [
-            len(hooks)
-            for hooks in (
-                optimizer._global_optimizer_pre_hooks,
-                optimizer._global_optimizer_post_hooks,
-            )
-        ],
-        "NumPy's errors": np.geterr(),
-        "garbage": gc.isenabled(),
-        "folder": os.getcwd(),
-        "environment": {x: os.environ[x] for x in os.environ if x != "PYTEST_CURRENT_TEST"},
-        "signals": [signal.getsignal(number) for number in sorted(signal.valid_signals())],
+        "kernels": (kernels.DEVICE, {**kernels.KERNELS}),
+        "hooks before steps": [*optimizer._global_optimizer_pre_hooks.values()],
+        "hooks after steps": [*optimizer._global_optimizer_post_hooks.values()],
+        "garbage collection": gc.isenabled(),
+        "exceptions": sys.excepthook,
+        "warnings": (warnings.showwarning, warnings.formatwarning),
+        "working directory": os.getcwd(),
         "sys.argv": [*sys.argv],
         "sys.path": [*sys.path],
         "sys.meta_path": [*sys.meta_path],
-        "hooks": (sys.excepthook, warnings.formatwarning, warnings.showwarning),
+        **{f"signal {number}": signal.getsignal(number) for number in signals},
+        **{f"${name}": os.environ[name] for name in os.environ if name != "PYTEST_CURRENT_TEST"},
     }
 
 
-@pytest.fixture(autouse=True)
+@contextlib.contextmanager
 def settings_are_left_as_they_were():
-    """A test that leaves a setting of the process behind fails itself, not one after it."""
+    """What changes a setting of the process within a `with` block must put it back."""
     before = settings_of_process()
     yield
-    assert settings_of_process() == before
+    after = settings_of_process()
+    changed = [name for name in before | after if before.get(name) != after.get(name)]
+    assert not changed, [(name, before.get(name), after.get(name)) for name in changed]
+
+
+@pytest.fixture(autouse=True)
+def same_settings():
+    """A test that leaves a setting of the process behind fails itself, not one after it."""
+    with settings_are_left_as_they_were():
+        yield
 
 
 class InThisProcess(Executor):
@@ -120,3 +126,9 @@ def pytest_collection_finish(session) -> None:
     """Lets garbage collections skip what has been imported: nothing of it is ever freed."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_modifyitems(items) -> None:
+    """Begins with the notebook, which runs in a process of its own and takes longest. The tests
+    come in random order (pytest-randomly)."""
+    items.sort(key=lambda item: item.path.suffix != ".ipynb")

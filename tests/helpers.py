@@ -138,16 +138,12 @@ def after(iterations: int, run: Run) -> Run:
 
 def run_cli(*arguments) -> None:
     """The command line in this process, which need not import everything first."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = [signal.getsignal(number) for number in numbers]
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as put_back:
         patch.setattr(sys, "argv", ["fp8rl", *map(str, arguments)])
         patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # which the command sets
-        try:
-            main()
-        finally:
-            for number, handler in zip(numbers, handlers, strict=True):
-                signal.signal(number, handler)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            put_back.callback(signal.signal, number, signal.getsignal(number))
+        main()
 
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -211,12 +207,12 @@ def log_probabilities(model, precision: Precision, rollout: Rollout) -> torch.Te
 
 def coded(start: int, length: int, num_envs: int) -> Rollout:
     """A rollout whose numbers tell their time and environment: obs (time, env), reward 4 time +
-    env, and so on."""
+    env, and so on. No flag ends an episode."""
     time = torch.arange(start, start + length + 1).float().unsqueeze(-1).expand(-1, num_envs)
     env = torch.arange(num_envs).float().expand(length + 1, -1)
     obs = torch.stack((time, env), dim=-1)
     row = number_of(obs)
-    return Rollout(obs, (row % 7).long(), row.clone(), (row % 5).to(torch.uint8), -row)
+    return Rollout(obs, (row % 7).long(), row.clone(), 4 * (row % 5).to(torch.uint8), -row)
 
 
 def number_of(obs: torch.Tensor) -> torch.Tensor:

@@ -40,8 +40,8 @@ from PIL import Image
 from fp8rl.build import build_population
 from fp8rl.cli import throughput
 from fp8rl.config import Config
-from fp8rl.doctor.mismatch import MEANING
-from fp8rl.doctor.mismatch_symptoms import BITS_LEFT
+from fp8rl.dumps.mismatch import MEANING
+from fp8rl.dumps.symptoms import BITS_LEFT
 from fp8rl.history import History
 from fp8rl.machine.machine import Machine
 from fp8rl.population.networks import Agents
@@ -1375,6 +1375,10 @@ def test_every_table_in_results_is_on_a_page_or_linked_from_one():
     text = "".join(page.read_text() for page in results.READMES)
     for path in results.RESULTS.rglob("*.md"):
         assert f"results/{path.relative_to(results.RESULTS).as_posix()}" in text, path
+        table = path.read_text()
+        assert "commit " in table, path
+        scripts = re.findall(r"`python (benchmarks/\S+\.py)", table)
+        assert any((results.ROOT / script).exists() for script in scripts) or not scripts, path
 
 
 def test_tables_that_follow_from_others_have_their_numbers():

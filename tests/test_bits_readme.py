@@ -12,9 +12,9 @@ BITS = (PACKAGE / "bits/README.md").read_text()
 DOCTORS = (PACKAGE / "doctor/README.md").read_text()
 (LOW_BIT_ADAM,) = re.findall(r"```python\n(.*?)```", BITS, re.S)
 (PRINTED,) = re.findall(r"```\n(weights:.*?)```", BITS, re.S)
-DOCTOR, MISMATCH, LIKE, PACKED = re.findall(r"```python\n(.*?)```", DOCTORS, re.S)
+DOCTOR, MISMATCH, STACKS, PACKED = re.findall(r"```python\n(.*?)```", DOCTORS, re.S)
 (REPORTS,) = re.findall(r"```\n(rounding:.*?)```", DOCTORS, re.S)
-(LIKE_REPORT,) = re.findall(r"```\n(like TRL.*?)```", DOCTORS, re.S)
+(STACK_TABLE,) = re.findall(r"```\n(stack  .*?)```", DOCTORS, re.S)
 
 
 def printed(code: str) -> str:
@@ -41,10 +41,11 @@ def test_the_gap_of_bfloat16_is_rounding_and_that_of_a_temperature_is_not():
     assert beginnings[0] == beginnings[1]
 
 
-def test_a_stack_does_with_the_gap_of_a_temperature_what_the_page_says():
-    report = printed(MISMATCH + LIKE).splitlines()[-7:]
-    assert report[:2] == LIKE_REPORT.splitlines()[:2]
-    assert report[-1] == LIKE_REPORT.splitlines()[-1]
+def test_stacks_do_with_the_gap_of_a_temperature_what_the_page_says():
+    rows = [line.split("  ")[0] for line in STACK_TABLE.splitlines()]
+    printed_rows = printed(MISMATCH + STACKS).splitlines()[-len(rows) :]
+    assert [line.split("  ")[0] for line in printed_rows] == rows
+    assert printed_rows[1].split()[-6:-2] == STACK_TABLE.splitlines()[1].split()[-6:-2]
 
 
 def test_packed_and_ragged_tokens_give_the_same_report():

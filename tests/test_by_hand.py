@@ -136,12 +136,6 @@ def test_the_gradient_of_a_distribution_is_that_of_autograd(kind):
     torch.testing.assert_close(found, expected)
 
 
-def test_an_action_that_is_masked_out_has_no_gradient():
-    logits = torch.tensor([[0.5, -torch.inf, 0.1]])
-    gradient = Categorical(logits).gradient(torch.tensor([2]), torch.ones(1), torch.ones(1))
-    assert gradient[0, 1] == 0 and gradient.isfinite().all()
-
-
 def summed_alone(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """What `processes.all_reduce` gives if the other processes add 0: parts of one tensor."""
     joint = torch.cat([x.flatten() for x in tensors])

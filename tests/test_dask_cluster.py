@@ -12,9 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import SIZED, Wrapper, refusal, refused, run_cli, small, start_server, without_seconds
+from helpers import SIZED, refusal, refused, run_cli, small, start_server, without_seconds
 
-from fp8rl.disk import checkpoint
 from fp8rl.study import batch_file, dask_cluster, parallel
 
 dask = pytest.importorskip("dask")
@@ -92,60 +91,30 @@ def test_a_study_that_is_interrupted_stops_its_workers_and_has_the_results_of_on
     assert not list(out.glob("batch-*"))
 
 
-class Noted(Wrapper):
-    """A SharedFile that writes down, in `log`, how many iterations a worker's batch begins with."""
-
-    def begin(self, path: Path) -> None:
-        self.inner.begin(path)
-        state = checkpoint.resume(path)[1] if path.exists() else {"history": {"iteration": ()}}
-        with self.log.open("a") as log:
-            log.write(f"{len(state['history']['iteration'])}\n")
-
-
 async def close(dask_worker) -> None:
     """Ends a worker as its --lifetime does."""
     await dask_worker.close_gracefully(restart=True)
 
 
-def set_first(seconds: float) -> None:
-    batch_file.FIRST = seconds
-
-
-@pytest.mark.parametrize("end", ["in order", "killed"])
-def test_another_worker_goes_on_with_a_batch_from_where_it_was_saved(
-    end, workers, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_another_worker_goes_on_with_a_batch_from_where_it_was_saved(is_killed, workers, tmp_path):
     config = small(steps=51_200, eval_every=0, eval_episodes=1)
-    share = dask_cluster.Cluster.share
-    shared = []
-
-    def share_noted(cluster, path):
-        shared.append(Noted(share(cluster, path)))
-        shared[0].log = tmp_path / "begun"
-        return shared[0]
-
-    def is_saved() -> bool:
-        return bool(shared and shared[0].variable.get(timeout=1)[1])
-
-    def end_one() -> None:
-        if end == "killed":
-            return kill_one_at_work(workers, is_saved)
-        wait_until(is_saved)
-        busy = [
-            worker.address for worker in workers.scheduler.workers.values() if worker.processing
-        ]
-        cluster._client.run(close, workers=busy, wait=False)
-
-    monkeypatch.setattr(dask_cluster.Cluster, "share", share_noted)
     with dask_cluster.dask_cluster(workers.scheduler_address) as cluster:
-        cluster._client.run(set_first, 0)
-        thread = threading.Thread(target=end_one)
-        thread.start()
-        ((_, history),) = parallel.run_all([config], cluster, 1, False, parallel.run)
-        cluster._client.run(set_first, 1)
-    thread.join()
-    first, second = map(int, (tmp_path / "begun").read_text().split())
-    assert first == 0 < second
+        client = cluster._client
+        client.run(setattr, batch_file, "FIRST", 0)  # seconds
+        shared = cluster.share(tmp_path / "nothing")
+        future = cluster.submit(parallel.train_batch, parallel.run, [config], 0, 195, shared)
+        wait_until(lambda: shared.variable.get(timeout=1)[1])
+        client.run(setattr, batch_file, "FIRST", 1)
+        if is_killed:
+            kill_one_at_work(workers, lambda: True)
+        else:
+            busy = [address for address, keys in client.processing().items() if keys]
+            client.run(close, workers=busy, wait=False)
+        wait_until(lambda: shared.variable.get(timeout=1)[0])
+        begun, content = shared.variable.get(timeout=1)
+        assert begun == 1 and content  # another worker has begun with it
+        (history,) = future.result()
     assert history.columns["loss"] == parallel.run(config).columns["loss"]
 
 

@@ -130,7 +130,7 @@ def test_interface_of_an_environment():
     assert high[0] == pytest.approx(4.8) and low == tuple(-x for x in high)
     counter = interface_of("fp8rl-tests/Counter-v0")
     assert (counter.num_actions, counter.actions, counter.max_steps) == (3, 5, 10_000)
-    number, (low, high), steps = interface_of("Pendulum-v1")[1:]
+    number, (low, high), steps = interface_of("Pendulum-v1")[1:4]
     assert (number, low.tolist(), high.tolist(), steps) == (1, [-2.0], [2.0], 200)
 
 

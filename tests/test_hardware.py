@@ -4,14 +4,18 @@ import platform
 import resource
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 import torch
-from conftest import threads_of_later_threads
+from conftest import cores
 from helpers import PATIENCE, forked, refused, small, trained
 
+from fp8rl.bits import cgroups
 from fp8rl.build import Machine, build
+from fp8rl.doctor import dump_memory
 from fp8rl.machine import hardware
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
@@ -52,23 +56,19 @@ def test_emulation_is_noticed_named_and_not_chosen():
     assert "AVX2 with emulated bf16, threads: " in machine
 
 
-def test_products_are_timed_on_one_core_and_other_threads_compute_as_before(monkeypatch):
+def test_products_are_timed_on_one_core_and_later_threads_compute_as_before(monkeypatch):
     timed = []
-    product = torch.mm
 
-    def multiply(*matrices):
-        timed.append((torch.get_num_threads(), threads_of_later_threads()))
-        return product(*matrices)
+    def clock() -> float:
+        timed.append(cores())
+        return 0.0
 
-    monkeypatch.setattr(torch, "mm", multiply)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        hardware.is_emulated.__wrapped__("bf16")
-        assert (torch.get_num_threads(), threads_of_later_threads()) == (2, 2)
-    finally:
-        torch.set_num_threads(before)
-    assert set(timed) == {(1, 2)}
+    monkeypatch.setattr(time, "perf_counter", clock)
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(3,)) as executor:
+        executor.submit(hardware.is_emulated.__wrapped__, "bf16").result()
+        assert executor.submit(cores).result() == (3, 3)
+    torch.set_num_threads(1)  # which the executor's thread has set for later ones
+    assert {*timed} == {(1, 3)}
 
 
 @pytest.mark.parametrize(("capability", "is_emulated"), [((7, 5), True), ((8, 0), False)])
@@ -112,17 +112,49 @@ def test_room():
     refused(message, hardware.require_room, "replay", 2**60, "lower capacity", error=MemoryError)
 
 
-def test_a_container_s_limit_is_room_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(hardware, "Path", lambda _: tmp_path)
+USED = {"memory.current": 1000, "memory.stat": "anon 1\ninactive_file 300"}
+USED_1 = {"memory.usage_in_bytes": 1000, "memory.stat": "inactive_file 9\ntotal_inactive_file 300"}
+NO_LIMIT_1 = {"memory.limit_in_bytes": 9223372036854771712}
+# What /proc/self/cgroup says, the files of each cgroup, and the room that they leave.
+CGROUPS = {
+    "a container's own": ("0::/", {"": {"memory.max": 5000, **USED}}, 4300),
+    "less than is used": ("0::/", {"": {"memory.max": 600, **USED}}, 0),
+    "without a limit": ("0::/a", {"": {}, "a": {"memory.max": "max", **USED}}, None),
+    "a job above": (
+        "0::/s/job/step",
+        {"s": {"memory.max": 9000}, "s/job": {"memory.max": 5000}, "s/job/step": USED},
+        5000,
+    ),
+    "a path of the host": ("0::/s/docker-7.scope", {"": {"memory.max": 5000, **USED}}, 4300),
+    "version 1": (
+        "5:cpu:/x\n4:cpuset,memory:/a/b\n1:name=systemd:/y\n0::/",
+        {
+            "memory/a": {"memory.limit_in_bytes": 6000, **USED_1},
+            "memory/a/b": NO_LIMIT_1 | USED_1,
+            "memory/x": {"memory.limit_in_bytes": 10},  # of other processes
+        },
+        5300,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CGROUPS)
+def test_the_tightest_limit_above_this_process_is_room_too(name, tmp_path, monkeypatch):
+    own, files, expected = CGROUPS[name]
     before = hardware.available()
-    (tmp_path / "memory.current").write_text("1000\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 300\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert hardware.available() > before / 2
-    (tmp_path / "memory.max").write_text("5000\n")
-    assert hardware.available() == 4300
-    (tmp_path / "memory.max").write_text("600\n")
-    assert hardware.available() == 0
+    (tmp_path / "own").write_text(own + "\n")
+    for folder, texts in files.items():
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for file, text in texts.items():
+            (tmp_path / folder / file).write_text(f"{text}\n")
+    moved = {
+        controller: (tmp_path / folder.relative_to("/sys/fs/cgroup"), *names)
+        for controller, (folder, *names) in cgroups.CONTROLLERS.items()
+    }
+    monkeypatch.setattr(cgroups, "CONTROLLERS", moved)
+    monkeypatch.setattr(cgroups, "OWN", tmp_path / "own")
+    rooms = hardware.available(), dump_memory.available_memory() or hardware.available()
+    assert set(rooms) == {expected} if expected is not None else min(rooms) > before / 2
 
 
 def train_below_a_limit(folder) -> None:

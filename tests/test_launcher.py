@@ -18,8 +18,18 @@ from typing import NamedTuple
 import pytest
 from helpers import PATIENCE
 
+import fp8rl
+
+ROOT = Path(fp8rl.__file__).parents[1]
 WATCH = ("-m", "fp8rl.doctor", "watch")
 NOTHING = "\nfp8rl.doctor:\nno optimizer of torch made a step: there is nothing to judge\n"
+
+
+@pytest.fixture(autouse=True)
+def this_package(monkeypatch):
+    """Other processes import the package that this one does."""
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
 class Case(NamedTuple):
@@ -202,7 +212,7 @@ def ended(
     case: Case, before: tuple[str, ...], folder: Path, seconds: float = 0.1
 ) -> tuple[str, str, int]:
     """Runs a case. Returns its output, its error output, and its exit code as a shell tells it."""
-    paths = [str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = (str(folder / "site"), os.environ["PYTHONPATH"])
     process = subprocess.Popen(
         [sys.executable, *case.options, *before, *case.words],
         cwd=folder,
@@ -337,8 +347,6 @@ def test_only_the_first_rank_reports(tmp_path, monkeypatch):
 
 def test_options_of_python_that_keep_the_doctor_out_are_refused(tmp_path):
     (tmp_path / "script.py").write_text("print('started')")
-    line = "import sys; sys.path[:0] = sys.argv.pop(1).split(':'); import runpy; "
-    line += "runpy.run_module('fp8rl.doctor', run_name='__main__')"
-    case = Case("", options=("-I", "-c", line, ":".join(sys.path)))
-    out, err, code = ended(case, ("watch",), tmp_path)
+    case = Case("", options=("-E",), words=(str(tmp_path / "script.py"),))
+    out, err, code = ended(case, WATCH, ROOT)  # where Python finds the package
     assert (out, code) == ("", 2) and "-E, -I and -S keep the doctor out" in err

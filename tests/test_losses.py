@@ -13,6 +13,7 @@ from fp8rl.losses import (
     STATISTICS,
     actor_critic_loss,
     discounts_of,
+    loss_gradients,
     statistics_of,
     vtrace,
     vtrace_fast,
@@ -277,22 +278,31 @@ def test_what_a_dummy_row_holds_reaches_neither_loss_nor_gradient(
         assert torch.equal(x, y) and x.isfinite().all()
 
 
-@given(seeds, st.integers(2, 5))
-def test_actions_that_are_masked_out_have_no_part_in_the_loss(seed, actions):
-    """A logit of -inf for an action that is never taken: as if there were no such action."""
+MASKS = st.sampled_from([-torch.inf, torch.finfo(torch.float64).min])
+
+
+@given(seeds, st.integers(2, 5), st.sampled_from([0.01, 1e3]), MASKS)
+def test_actions_that_are_masked_out_have_no_part_in_the_loss(seed, actions, entropy_coef, mask):
+    """A logit of -inf, or almost, for an action that is never taken: as if there were no such
+    action, in autograd's gradients and in those by hand."""
     values, _, rollout = random_rollout(seed, 6)
     generator = torch.Generator().manual_seed(seed)
     few = torch.randn(7, 3, actions, dtype=torch.float64, generator=generator)
-    masked_out = torch.full((7, 3, 1), -torch.inf, dtype=torch.float64)
+    masked_out = torch.full((7, 3, 1), mask, dtype=torch.float64)
     more = torch.cat((few, masked_out), dim=-1).requires_grad_()
     few.requires_grad_()
-    loss, stats = loss_of(few, values, rollout)
-    masked, masked_stats = loss_of(more, values, rollout)
+    loss, stats = loss_of(few, values, rollout, entropy_coef=entropy_coef)
+    masked, masked_stats = loss_of(more, values, rollout, entropy_coef=entropy_coef)
     torch.testing.assert_close(masked, loss)
     torch.testing.assert_close(masked_stats, stats)
     (expected,), (gradient,) = torch.autograd.grad(loss, few), torch.autograd.grad(masked, more)
-    torch.testing.assert_close(gradient[..., :-1], expected)
-    assert not gradient[..., -1].any()
+    settings = dataclasses.replace(SETTINGS, entropy_coef=entropy_coef)
+    by_hand, *_ = loss_gradients(more, values, rollout, settings)
+    for found in (gradient[:-1], by_hand):
+        torch.testing.assert_close(found[..., :-1], expected[:-1], rtol=1e-5, atol=1e-6)
+        assert not found[..., -1].any()
+    taken_before = rollout._replace(action=torch.full_like(rollout.action, actions))
+    assert loss_of(more, values, taken_before)[1]["policy_loss"] == 0  # the ratio is 0, too
 
 
 @given(seeds, lengths, lambdas)

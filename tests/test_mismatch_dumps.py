@@ -4,7 +4,6 @@ import json
 import pickle
 import re
 import sys
-import tracemalloc
 import types
 
 import numpy as np
@@ -13,9 +12,8 @@ import torch
 from helpers import refused
 
 from fp8rl.doctor import command as doctor
-from fp8rl.doctor import dump_memory
-from fp8rl.doctor.dump_file import read_dump
-from fp8rl.doctor.mismatch import mismatch
+from fp8rl.dumps.dump import read_dump
+from fp8rl.dumps.mismatch import mismatch
 
 SEQUENCES, TOKENS = 24, 30
 DRAW = torch.Generator().manual_seed(0)
@@ -96,16 +94,13 @@ REFUSED_NAMES = {
     "which has no actor_logp": {"old_log_probs": LEARNER},
     "there is nothing in it": {},
     "which has learner_logp and old_log_probs: keep one": {**VERL, "learner_logp": LEARNER},
-    "the masks completion_mask and response_mask: keep one": {**VERL, "completion_mask": IS_ANSWER},
-    "which has 'masks': use the names": {**OURS, "masks": IS_ANSWER},
-    "tool_mask has the size (24, 29), and completion_mask (24, 30)": {
+    "which has completion_mask and response_mask: keep one": {**VERL, "completion_mask": IS_ANSWER},
+    "tool_mask has other sizes than completion_mask: give masks of the same tokens": {
         **TRL,
         "tool_mask": IS_MODEL[:, 1:],
     },
-    "mask is nan at [0, 1]": {**TRL, "tool_mask": torch.where(IS_MODEL, 0.5, 0.0)},
-    "these are texts, as TRL's log_completions": {"prompt": "a", "completion": "b"},
-    "these are texts, as verl's rollout_data_dir": {"input": "a", "output": "b", "score": 1},
-    r"'\n\n'": {"\n\n": 1},
+    "mask is 0.5 at [0, 1]": {**TRL, "tool_mask": torch.where(IS_MODEL, 0.5, 0.0)},
+    r"there is prompt, \n\n": {"prompt": "a", "\n\n": 1},
 }
 
 
@@ -232,38 +227,6 @@ def test_types_of_half_precision_are_kept(tmp_path):
     assert "lower bound" in str(mismatch(half))
 
 
-def test_parquet_is_read_where_pyarrow_is(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-
-    def write(name: str, columns: dict) -> None:
-        parquet.write_table(pyarrow.table(columns), tmp_path / name)
-
-    answers = {
-        "learner_logp": rows_of(LEARNER),
-        "actor_logp": rows_of(ACTOR),
-        "advantages": ADVANTAGES.tolist(),
-        "prompt": ["two and two"] * SEQUENCES,
-    }
-    write("answers.parquet", answers)
-    report = mismatch(**read_dump(tmp_path / "answers.parquet"))
-    assert report.tokens == EXPECTED.tokens and report.clipped == EXPECTED.clipped
-    texts = {"step": [1], "prompt": ["a"], "completion": ["b"], "advantage": [0.5]}
-    write("completions_00001.parquet", texts)
-    refused(".*TRL's log_completions", read_dump, tmp_path / "completions_00001.parquet")
-    content = (tmp_path / "answers.parquet").read_bytes()
-    (tmp_path / "half.parquet").write_bytes(content[: len(content) // 2])
-    refused(".*not a complete Parquet file", read_dump, tmp_path / "half.parquet")
-
-
-def test_a_package_that_is_missing_is_named_with_its_command(tmp_path, monkeypatch, run):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    path = tmp_path / "dump.parquet"
-    path.write_bytes(b"PAR1")
-    error = f"fp8rl.doctor: dump is {path}, which needs a package: pip install pyarrow\n"
-    assert run(path) == (2, "", error)
-
-
 # What is refused
 
 
@@ -293,12 +256,12 @@ def test_objects_are_refused_by_name_and_nothing_is_run(tmp_path, monkeypatch):
     (tmp_path / "code.pth").write_bytes(pickle.dumps(Executed()))
     torch.save({**VERL, "old_log_probs": LEARNER.numpy()}, tmp_path / "numpy.pt")
     for name, words in {
-        "batch.pt": "holds verl.protocol.DataProto, an object: save a dict of tensors",
-        "pickle.pt": "a pickle of verl.protocol.DataProto",
-        "gen_batch.dp": "a pickle, which could run any code",
-        "code.pt": "holds builtins.exec, an object",
-        "code.pth": "a pickle of builtins.exec",
-        "numpy.pt": "NumPy's arrays: write them with numpy.savez",
+        "batch.pt": "it holds an object, not numbers alone; save arrays by numpy.savez",
+        "pickle.pt": "it is no complete file of torch.save",
+        "gen_batch.dp": "use a file that ends with .npz",
+        "code.pt": "it holds an object",
+        "code.pth": "it is no complete file of torch.save",
+        "numpy.pt": "it holds an object",
     }.items():
         refused(".*" + re.escape(words), read_dump, tmp_path / name)
 
@@ -308,34 +271,34 @@ def test_tensors_without_plain_numbers_are_refused(tmp_path):
     lists.append(lists)
     for i, (words, learner) in enumerate(
         {
-            "holds a str": "text",
-            "torch.sparse_coo": LEARNER.to_sparse(),
-            "on meta": LEARNER.to("meta"),
+            "no learner_logp": "text",
+            "learner_logp is no array": LEARNER.to_sparse(),
+            "learner_logp is no array of": LEARNER.to("meta"),
             "torch.complex64": LEARNER.to(torch.complex64),
-            "needs about 200,000 GB of memory": torch.zeros(1).expand(10**6, 10**6),
-            "holds a list": lists,
+            "learner_logp is no array of numbers": torch.zeros(1).expand(10**6, 10**6),
+            "learner_logp[1] is no array of numbers": lists,
         }.items()
     ):
         torch.save({**VERL, "old_log_probs": learner}, tmp_path / f"{i}.pt")
-        refused(".*" + re.escape(words), read_dump, tmp_path / f"{i}.pt")
+        refused(".*" + re.escape(words), lambda i=i: mismatch(**read_dump(tmp_path / f"{i}.pt")))
     torch.save(LEARNER, tmp_path / "one.pt")
-    refused(".*without names", read_dump, tmp_path / "one.pt")
+    refused(".*cannot be read", read_dump, tmp_path / "one.pt")
 
 
 LINES = {
-    "line 2, which is not complete JSON": '{"learner_logp": [-1, -2], "actor_logp": [-1, -2]}\n{"le',
-    "line 1, which is not a JSON object": "[1, 2]\n",
-    "line 1, which is not complete JSON": "[" * 100_000,
-    "line 1: actor_logp holds <U3": '{"learner_logp": [-1.0], "actor_logp": ["a", "abc"]}\n',
-    "line 1: actor_logp holds <U2: save": '{"learner_logp": [-1.0], "actor_logp": "-1"}\n',
-    "actor_logp holds object": '{"learner_logp": [-1.0], "actor_logp": [{}]}\n',
-    "line 1: actor_logp holds object": f'{{"learner_logp": [-1], "actor_logp": [-{10**400}]}}\n',
+    "line 2 is no complete JSON object": '{"learner_logp": [-1, -2], "actor_logp": [-1, -2]}\n{"le',
+    "line 1 is no complete JSON object;": "[1, 2]\n",
+    "line 1 is no complete JSON object": "[" * 100_000,
+    "learner_logp[0] is <U3": '{"learner_logp": ["a", "abc"], "actor_logp": [-1.0, -1.0]}\n',
+    "line 1, which has no actor_logp": '{"learner_logp": [-1.0], "actor_logp": "-1"}\n',
+    "learner_logp[0] is object": '{"learner_logp": [{}], "actor_logp": [-1.0]}\n',
+    "learner_logp[0] is object:": f'{{"learner_logp": [-{10**400}], "actor_logp": [-1]}}\n',
     "line 2, which has not the names of the first: learner_logp, actor_logp": (
         '{"learner_logp": [-1], "actor_logp": [-1]}\n'
         '{"learner_logp": [-1], "actor_logp": [-1], "mask": [1]}\n'
     ),
     "which has no records": "\n",
-    "these are texts, as verl's rollout_data_dir": '{"input": "a", "output": "b", "gts": null}\n',
+    "there is input, output, gts": '{"input": "a", "output": "b", "gts": null}\n',
     "learner_logp has 1 tokens in sequence 0": (
         '{"learner_logp": [-1], "actor_logp": [-1, -2]}\n' * 2
     ),
@@ -369,48 +332,9 @@ def test_a_file_that_is_cut_off_or_changed_makes_no_traceback(tmp_path, run):
             assert code == 0 or (code == 2 and err.count("\n") == 1), err
 
 
-def test_a_dump_that_needs_more_memory_than_there_is_is_refused(tmp_path, monkeypatch, run):
-    tokens = SEQUENCES * TOKENS
-    memory = (tokens - 1) * dump_memory.BYTES_PER_TOKEN
-    monkeypatch.setattr(dump_memory, "available_memory", lambda: memory)
-    torch.save(VERL, tmp_path / "dump.pt")
-    np.savez(tmp_path / "dump.npz", learner_logp=LEARNER.numpy(), actor_logp=ACTOR.numpy())
-    write_json_lines(
-        tmp_path / "dump.jsonl",
-        [{"learner_logp": LEARNER.tolist(), "actor_logp": ACTOR.tolist()}],
-    )
-    for ending in ("pt", "npz", "jsonl"):
-        code, _, err = run(tmp_path / f"dump.{ending}")
-        assert code == 2 and "memory" in err and f"{tokens - 1:,} tokens" in err
-    monkeypatch.setattr(dump_memory, "available_memory", lambda: None)
-    assert run(tmp_path / "dump.pt")[0] == 0
-
-
-def test_a_report_takes_no_more_memory_than_is_assumed():
-    actor = -np.random.default_rng(0).exponential(1.0, (400, 500)).astype(np.float32)
-    learner = actor * np.float32(1.01)
-    tracemalloc.start()
-    mismatch(learner, actor, advantages=np.ones(400))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak / actor.size < dump_memory.BYTES_PER_TOKEN
-
-
-def test_the_memory_of_a_container_counts(tmp_path, monkeypatch):
-    for name, text in (("MEMORY", "MemFree: 1 kB\nMemAvailable: 9 kB\n"), ("LIMIT", "5000")):
-        (tmp_path / name).write_text(text)
-        monkeypatch.setattr(dump_memory, name, tmp_path / name)
-    monkeypatch.setattr(dump_memory, "USED", tmp_path / "USED")
-    assert dump_memory.available_memory() == 9 * 1024
-    (tmp_path / "USED").write_text("1000\n")
-    assert dump_memory.available_memory() == 4000
-    (tmp_path / "MEMORY").unlink()
-    assert dump_memory.available_memory() is None
-
-
 def test_an_ending_that_is_not_known_is_refused(tmp_path, run):
     code, _, err = run(tmp_path / "dump.npy")
-    assert code == 2 and "use a file that ends with .npz, .pt, .pth, .jsonl, .parquet" in err
+    assert code == 2 and "use a file that ends with .npz, .pt, .pth, .jsonl;" in err
 
 
 # The numbers that stacks log
@@ -427,11 +351,6 @@ def test_each_number_of_the_stacks_is_that_of_its_formula():
     assert report.probs_correlation == pytest.approx(expected)
     assert report.logp_diff_mean == pytest.approx((2 * np.log(1.25) + np.log(2)) / 4)
     assert report.logp_diff_max == pytest.approx(np.log(2))
-    # Without the ratio of 0.5, those of 1.25, 0.8 and 1 are left.
-    spread = (0.25**2 + 0.2**2) / 3
-    horizon = np.log(0.9) / -np.log1p(spread)
-    assert report.horizon_without_farthest == pytest.approx(horizon)
-    assert report.horizon < report.horizon_without_farthest
     assert json.loads(report.to_json())["token_mult_prob_error"] == report.token_mult_prob_error
     text = str(report)
     assert "token_mult_prob_error: 1.3750" in text and "Pearson correlation" in text
@@ -441,10 +360,8 @@ def test_numbers_of_policies_that_are_equal_or_do_not_vary_have_no_warning():
     with np.errstate(all="raise"):
         same = mismatch(ACTOR, ACTOR)
         even = mismatch(np.full((2, 2), -1.0), np.full((2, 2), -1.0))
-    assert same.token_mult_prob_error == 1 and same.horizon_without_farthest == np.inf
+    assert same.token_mult_prob_error == 1 and same.horizon == np.inf
     assert np.isnan(even.probs_correlation)
-    report = mismatch([[-1.0]], [[-1.5]], lengths=[1])
-    assert np.isnan(report.horizon_without_farthest) and "from 1: nan" in str(report)
 
 
 def test_the_numbers_of_tokens_are_taken_by_the_names_of_stacks(tmp_path):

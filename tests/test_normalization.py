@@ -12,7 +12,7 @@ from helpers import Changed, after, assert_same, resumed, small, trained
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl.build import build
+from fp8rl.build import Machine, build
 from fp8rl.config import EIGHT_BIT
 from fp8rl.disk import checkpoint
 from fp8rl.evaluate import evaluate
@@ -111,6 +111,63 @@ def test_a_feature_that_has_not_varied_is_0_and_a_far_one_is_clipped():
         model.normalize(rows), torch.tensor([[0.0, -1.0, 0.0], [0.0, 1.0, 0.0]])
     )
     assert model.normalize(torch.tensor([[2e6, 1e9, 0.1]])).tolist() == [[0.0, 10.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("mean", "size", "dtype"),
+    [
+        (5.4e6, 0.2, torch.float64),
+        (5e7, 0.25, torch.float64),
+        (-1e8, 1e-6, torch.float64),
+        (5.4e6, 3.0, torch.float32),
+        (-5.4e6, 0.5, torch.float32),  # neighbours in float32
+        (0.0, 1.0, torch.uint8),
+    ],
+)
+def test_what_is_small_beside_its_mean_is_standardized(mean, size, dtype):
+    """Also by a network that was saved. A constant feature of the same magnitude is 0."""
+    sides = torch.randint(2, (600,), generator=torch.Generator().manual_seed(0)).double()
+    rows = torch.stack((mean + size * sides, 0 * sides + mean + 1 / 3), dim=-1).to(dtype)
+    model, again = (FAST_NETWORKS["mlp", True](2, 2) for _ in range(2))
+    for part in rows.split([10, 290, 300]):  # first the starts
+        model.add_observations(part, no_all_reduce)
+        model.update_statistics()
+    again.load_state_dict(model.state_dict())
+    standardized = again.normalize(rows)
+    assert standardized.dtype == torch.float32 and not standardized[:, 1].any()
+    expected = (sides - sides.mean()) / sides.std()
+    # Between neighbours in float32, the mean is rounded, too.
+    atol = 1 if size == 0.5 else 0.1
+    torch.testing.assert_close(standardized[:, 0].double(), expected, rtol=0, atol=atol)
+
+
+def far(**kwargs) -> gymnasium.Env:
+    """CartPole 5,400 km away, where float32's numbers are 0.5 m apart."""
+    space = gymnasium.spaces.Box(-np.inf, np.inf, (4,), np.float64)
+    seen = lambda obs: np.float64(obs) + 5.4e6  # noqa: E731
+    return gymnasium.wrappers.TransformObservation(CartPoleEnv(**kwargs), seen, space)
+
+
+gymnasium.register("fp8rl-tests/Far-v0", far, max_episode_steps=500)
+
+
+@pytest.mark.parametrize("encoder", ["mlp", "gru"])
+def test_observations_in_float64_stay_apart_until_they_are_standardized(encoder, tmp_path):
+    """In a ring in memory or in a folder, and in a run that goes on from a checkpoint."""
+    fields = vars(SHORT) | {"env_id": "fp8rl-tests/Far-v0", "encoder": encoder}
+    path = tmp_path / "checkpoint.pt"
+    for machine in (Machine(), Machine(memmap=str(tmp_path / "ring"))):
+        run = after(3, build(small(**fields), machine))
+        checkpoint.save(path, run)
+        run.close()
+        for each in (run, after(1, resumed(path, machine))):
+            obs = each.ring.sample(16, 32).obs
+            assert len(obs.unique()) > 1_000 and (obs - 5.4e6).abs().max() < 10
+            assert each.model.normalize(obs).flatten(0, 1).std(0).min() > 0.3
+        model, _ = checkpoint.load(path)
+        assert torch.equal(model(obs)[0], run.model(obs)[0])
+    plain = build(small(**fields | {"normalize_obs": False}))
+    assert after(1, plain).ring.sample(1, 8).obs.dtype == torch.float32
 
 
 def test_a_single_environment_begins_with_zeros():

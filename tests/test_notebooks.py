@@ -109,6 +109,12 @@ def test_outputs_are_those_of_one_full_run(path, code):
     assert path.stat().st_size < 1_000_000
 
 
+def test_figures_are_shown_whatever_mplbackend_says(code):
+    """Images of CI often set it to agg, with which the kernel would show none, and no error."""
+    first = next(source(cell) for cell in code if "matplotlib" in source(cell))
+    assert first.startswith("%matplotlib inline\n")
+
+
 def test_outputs_show_a_picture_in_place_of_widgets(notebook, code):
     """Elsewhere than in the session that made it, a widget is an error message. Before a commit, drop
     its entry from each output, and `widgets` from the metadata; the picture stays."""

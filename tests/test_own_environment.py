@@ -30,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*without a time limit")
 
 MODULE = """
 import gymnasium
+import json
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from fp8rl.env import TensorEnv
@@ -80,6 +81,15 @@ class RaisesInReset(Walk):
 class RaisesInStep(Walk):
     def step(self, action): raise ValueError("two\\nlines")
 
+class RaisesInItsLibrary(Walk):
+    def step(self, action): return json.loads("{")
+
+class WrongShape(Walk):
+    def reset(self, *, seed=None, options=None): return np.zeros(3, np.float32), {}
+
+class ShapeGrows(Walk):
+    def step(self, action): return np.zeros((1, 1), np.float32), 0.0, False, False, {}
+
 class WithoutSpaces(gymnasium.Env): pass
 
 class Picture(Walk):
@@ -87,6 +97,15 @@ class Picture(Walk):
 
 class Room(TensorEnv):
     bounds, max_steps, state_size, num_actions = ((-1,), (1,)), 9, 1, 2
+    def start(self, numbers): return numbers
+    def advance(self, state, action): return state, state[:, 0], state[:, 0] > 1
+
+class NoStart(TensorEnv):
+    bounds, max_steps, state_size, num_actions = ((-1,), (1,)), 9, 1, 2
+    def advance(self, state, action): return state, state[:, 0], state[:, 0] > 1
+
+class NoAdvance(TensorEnv):
+    def __init__(self, *settings): self.bounds = (-1,), (1,)
     def start(self, numbers): return numbers
 
 class Stranger: pass
@@ -211,6 +230,8 @@ WRONG = {
     "own_env:NeedsSize": "raises when it is made .*'size'.*: give the arguments of its __init__",
     "own_env:RaisesWhenMade": "raises when it is made .*, own_env.py line .*: fix its class",
     "own_env:WithoutSpaces": "raises when it is made .* action space.*: fix its class",
+    "own_env:NoStart": "has no start: give it all attributes and methods of a TensorEnv",
+    "own_env:NoAdvance": "has no advance: give it all attributes and methods of a TensorEnv",
     "own_env:Picture": "observations are Box.*: register it wrapped in .*FlattenObservation",
 }
 
@@ -225,7 +246,19 @@ def test_a_tensor_env_is_no_class_of_gymnasium():
     refused("env_id is .*: leave out vec", build, config_of("own_env:Room"), machine)
 
 
-@pytest.mark.parametrize("name", ["RaisesInReset", "RaisesInStep"])
-def test_an_environment_that_raises_is_told_with_its_line(name):
-    message = rf"environment own_env:{name} failed \(.*, own_env.py line \d+\): fix it"
-    refused(message, lambda: trained(config_of(f"own_env:{name}")), error=EnvironmentFailed)
+FAILING = [
+    ("RaisesInReset", "sync", r".*, own_env.py line \d+"),
+    ("RaisesInStep", "sync", r".*, own_env.py line \d+"),
+    ("RaisesInItsLibrary", "sync", r".*, own_env.py line \d+"),
+    ("WrongShape", "sync", r"ValueError: obs has shape \(3,\), not \(1,\)"),
+    ("WrongShape", "async", r"ValueError: obs has shape \(3,\), not \(1,\)"),
+    ("ShapeGrows", "async", r"ValueError: obs has shape \(1, 1\), not \(1,\)"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*not within the observation space")
+@pytest.mark.parametrize(("name", "vectorization", "what"), FAILING)
+def test_an_environment_that_raises_is_told_with_its_line_or_field(name, vectorization, what):
+    message = rf"environment own_env:{name} failed \({what}\): fix it"
+    config, machine = config_of(f"own_env:{name}"), Machine(vectorization=vectorization)
+    refused(message, lambda: trained(build(config, machine)), error=EnvironmentFailed)

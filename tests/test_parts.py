@@ -48,8 +48,7 @@ EXAMPLES = (
     "replay.ring",
     "bits.low_bit_adam",
     "doctor.doctor",
-    "doctor.mismatch",
-    "doctor.stack_rules",
+    "dumps.mismatch",
     "sequences.laboratory",
 )
 

@@ -33,7 +33,7 @@ def test_slices_are_what_happened_and_never_cross_the_head(rows, num_envs, lengt
     happened = number_of(batch.obs)
     assert torch.equal(batch.reward, happened) and torch.equal(batch.behavior_logp, -happened)
     assert torch.equal(batch.action, (happened % 7).long()) and torch.equal(
-        batch.flags, (happened % 5).to(torch.uint8)
+        batch.flags, 4 * (happened % 5).to(torch.uint8)
     )
 
 

@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 import torch
 from results import ROOT
 
-from fp8rl.doctor.dump_file import read_dump
-from fp8rl.doctor.mismatch import mismatch
+from fp8rl.dumps.dump import read_dump
+from fp8rl.dumps.mismatch import mismatch
 
 
 class TrainerOfTwoSteps:

@@ -74,15 +74,16 @@ def test_the_agent_stands_on_itself_formats_and_the_ring():
 # The folders that each folder may import, beside itself and the agent
 FLOORS = {
     "bits": set(),
-    "doctor": {"bits"},
+    "dumps": set(),
+    "doctor": {"bits", "dumps"},
     "replay": {"bits"},
     "tasks": {"bits"},
-    "sequences": {"bits"},
+    "sequences": {"bits", "dumps"},
     "machine": {"bits", "replay", "tasks"},
     "population": {"bits", "replay", "tasks", "machine"},
     "disk": {"bits", "replay", "machine"},
 }
-WITHOUT_THE_AGENT = ("bits", "doctor")
+WITHOUT_THE_AGENT = ("bits", "dumps", "doctor")
 
 
 @pytest.mark.parametrize("folder", FLOORS)

@@ -14,6 +14,7 @@ from helpers import (
     after,
     assert_same,
     log_probabilities,
+    noise,
     refused,
     reusing,
     small,
@@ -28,8 +29,10 @@ from fp8rl.env import Cart
 from fp8rl.evaluate import Evaluator
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
+from fp8rl.replay import ReplayBuffer
+from fp8rl.replay.layouts import transitions_of
 from fp8rl.returns import RewardScale
-from fp8rl.rollout import Collector
+from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Collector
 from fp8rl.tasks.environments import make_cart
 from fp8rl.train import OF_UPDATE, Adam, Learner, iterate, statistics_of_updates, train
 
@@ -187,10 +190,29 @@ def test_adam_is_torch_s_with_all_options_and_if_parameters_take_different_steps
 def test_the_learning_rate_is_set_where_the_optimizer_keeps_it():
     for kept in (1.0, torch.tensor(1.0)):
         one = learner(rate=kept)
-        (group,) = one.optimizer.param_groups
+        other = torch.zeros(1, requires_grad=True)
+        one.optimizer.add_param_group({"params": [other], "lr": 2.0})
         one.set_learning_rate(0.5)
-        assert group["lr"] == 0.5
+        group, other_group = one.optimizer.param_groups
+        assert group["lr"] == other_group["lr"] == 0.5
         assert group["lr"] is kept or isinstance(kept, float)
+
+
+def test_an_end_without_a_dummy_row_after_it_is_refused():
+    """As from environments that reset in the step that ends an episode. Whatever takes the next row
+    for what followed names the row that should be a dummy."""
+    one, ring, rollout = learner(), ReplayBuffer(20, 3), noise(0, 6, 3)
+    rollout.flags[3, 1] = TRUNCATED
+    for take in (ring.append, transitions_of, one.watch):
+        message = "flags of row 4 of environment 1 have no DUMMY, .*: reset one step later"
+        refused(message, take, rollout)
+    rollout.flags[4, 1] = DUMMY
+    rollout.flags[5, 2] = TERMINATED
+    ring.append(rollout)
+    refused("flags of row 0 of environment 2 have no DUMMY", ring.append, rollout)
+    rollout.flags[0, 2] = DUMMY
+    for take in (ring.append, transitions_of, one.watch):
+        take(rollout)
 
 
 @pytest.mark.parametrize("learner, actor", [("fp32", "fp8"), ("fp8", "fp32"), ("bf16", "fp16")])

@@ -64,11 +64,11 @@ def predict_and_measure(
             layout,
             rows,
             ring.obs_size,
-            config.codec,
+            plan.codec,
             ring.action_size,
             difference_codec(ring.bounds),
         )
-        settings = rows, ring.bounds, config.codec, ring.device, ring.action_size
+        settings = rows, ring.bounds, plan.codec, ring.device, ring.action_size
         del run, ring  # so that the two stores need not be in memory at the same time
         remedy = "lower capacity or choose a one-byte codec"
         hardware.require_room("replay", predicted, remedy, machine.on("store"))

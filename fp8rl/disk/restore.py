@@ -53,7 +53,9 @@ def check_ring(ring: ReplayBuffer, state: dict | None) -> None:
             raise FileNotFoundError(f"memmap is None and {where}: use that folder, or a new one")
         return
     for name, field in ring.fields.items():
-        if state[name].dtype != field.dtype:
+        types = state[name].dtype, field.dtype
+        # Earlier versions stored all observations in float32.
+        if types[0] != types[1] and types != (torch.float32, torch.float64):
             raise ValueError(f"{name} is from a ring of another codec")
 
 

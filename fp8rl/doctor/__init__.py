@@ -17,7 +17,8 @@ FILES = {
     "Finding": ".findings",
     "Keep": ".keep",
     "Report": ".findings",
-    "mismatch": ".mismatch",
+    "MismatchReport": "..dumps.mismatch",
+    "mismatch": "..dumps.mismatch",
 }
 __all__ = list(FILES)
 

@@ -16,8 +16,8 @@ have the hooks that do so.
 happened (compare.py).
 
 `mismatch` reads a learner's and an actor's log-probabilities of the same tokens and says whether
-they differ by rounding or by a bug (doctor/mismatch.py). With `--like trl` it also says what that
-stack would do with the tokens (doctor/stack_rules.py).
+they differ by rounding or by a bug (dumps/mismatch.py). With `--stacks` it also says what RL stacks
+do with the tokens (dumps/rules.py).
 
 A module is run with `-m`, as in `watch -m package.train`. Everything in the command is checked
 here, without torch and NumPy. Then this process becomes that of `python script.py` (`launch`), in
@@ -192,14 +192,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     dump.add_argument(
         "dump",
         type=Path,
-        help="an .npz, .pt, .jsonl or .parquet file with arrays learner_logp and actor_logp, "
+        help="an .npz, .pt or .jsonl file with arrays learner_logp and actor_logp, "
         "[sequences, tokens], and perhaps mask, advantages, lengths and tokens, or with the names "
         "that TRL, verl, OpenRLHF and NeMo-RL give them",
     )
     dump.add_argument(
-        "--like",
-        choices=("trl", "verl", "trl-async", "verl-async", "openrlhf", "areal", "nemo-rl"),
-        help="also say what this stack would do with the dump: which tokens it drops or weighs",
+        "--stacks",
+        action="store_true",
+        help="also say what RL stacks do with such tokens, by default and with their corrections",
     )
     dump.add_argument(
         "--clip",
@@ -212,13 +212,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         type=number_or_word,
         help="what both programs compute in: fp32, tf32, fp16, bf16, int8, fp8, int4 or fp4; or "
         "the bits that you expect, such as 5.4; then a gap that this cannot explain is a bug",
-    )
-    dump.add_argument(
-        "--most-error",
-        type=float,
-        default=1.05,
-        metavar="LIMIT",
-        help="token_mult_prob_error above which there is an alarm (default: 1.05)",
     )
     dump.add_argument("--json", type=Path, metavar="FILE", help="also write the report to a file")
     formats = []
@@ -426,29 +419,19 @@ def run_mismatch(options: argparse.Namespace) -> int:
     """Prints the report on a dump of log-probabilities to stdout."""
     # Ctrl-C during the imports ends the program without a traceback
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from .dump_file import read_dump
-    from .mismatch import mismatch
-    from .stack_rules import like
+    from ..dumps.dump import read_dump
+    from ..dumps.mismatch import mismatch
 
     signal.signal(signal.SIGINT, on_interrupt)
     if options.json:
         check_report_can_be_written(options.json)
     dump = read_dump(options.dump)
-    report = mismatch(
-        **dump,
-        clip=options.clip,
-        precision=options.precision,
-        most_error=options.most_error,
-    )
-    text = report.to_json()
+    report = mismatch(**dump, clip=options.clip, precision=options.precision)
     lines = [str(report)]
-    if options.like:
-        dump.pop("tokens", None)  # no stack looks at them
-        stack_report = like(options.like, **dump)
-        text = json.dumps(json.loads(text) | {"like": stack_report.as_dict()}, indent=2)
-        lines.append(str(stack_report))
+    if options.stacks:
+        lines.append(report.stack_table())
     if options.json:
-        write_report(options.json, text)
+        write_report(options.json, report.to_json())
     print_out("\n".join(lines))
     return 0
 

@@ -275,7 +275,7 @@ def table_of(outcomes: dict[str, list[Outcome]]) -> str:
             [
                 f"`{arm}`",
                 ", ".join(dict.fromkeys(" and ".join(f"{w.rate:.2f}" for w in x) for x in said)),
-                ", ".join(dict.fromkeys(" and ".join(w.word for w in x) for x in said)),
+                ", ".join(dict.fromkeys(" and ".join({w.word: 0 for w in x}) for x in said)),
                 ", ".join(f"{x.end:.4g}" if x.numbers else "failed" for x in kept),
                 ", ".join(f"{x.end:.4g}" for x in exact),
                 "not known" if math.isnan(lost) else f"{lost:.2f}",

@@ -569,12 +569,10 @@ class CopyShadow:
         return [real.copy.parameters[id(p)] for p in self.watcher.parameters]
 
     def weights_of(self, optimizer, parameters: list[torch.Tensor]) -> np.ndarray:
-        """The sampled weights [T, P] with which an optimizer would be evaluated.
+        """The sampled weights [T, P] of an optimizer.
 
-        They are the parameters, but for two kinds of optimizers. Schedule-Free evaluates x. In
-        training its parameters are y = (1 - beta1) z + beta1 x (Defazio et al. 2024, "The Road Less
-        Scheduled"). A Kahan sum keeps what rounding has left out of a parameter beside it, and adds
-        it as soon as it is large enough. So a weight is the sum of both.
+        They are the parameters. A Kahan sum keeps what rounding has left out of a parameter beside
+        it, and adds it as soon as it is large enough. So a weight is the sum of both.
         """
         sample = self.watcher.sample
         states = [optimizer.state.get(p, {}) for p in parameters]
@@ -582,11 +580,7 @@ class CopyShadow:
         if any("kahan_comp" in state for state in states):
             pairs = zip(parameters, states, strict=True)
             y += sample.take([compensation(p, state) for p, state in pairs])
-        if not optimizer.param_groups[0].get("train_mode"):
-            return y
-        z = sample.take([s.get("z", p) for s, p in zip(states, parameters, strict=True)])
-        beta1 = float(optimizer.param_groups[0]["betas"][0])
-        return y + (1 - 1 / beta1) * (z - y)
+        return y
 
     @torch.no_grad()
     def after(self, update: Update) -> None:

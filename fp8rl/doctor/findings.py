@@ -5,12 +5,11 @@ learns (ruler.py), and here the word follows from the rate: does this training l
 `rate` times its learning rate?
 """
 
-import json
 import math
 from typing import NamedTuple
 
 from ..bits.catalogue import PLACES as REAL_PLACES
-from ..bits.notation import OPERANDS, STATE, SUMS, split_entry
+from ..bits.notation import split_entry
 from ..bits.places import PlaceFormat
 from .ruler import ERRORS, Reading, is_above, is_below, is_stochastic
 
@@ -110,10 +109,6 @@ class Report(list[Finding]):
             lines += [f"  {finding}" for finding in self if finding.optimizer == optimizer]
         return "\n".join([*lines, *self.notes])
 
-    def to_json(self) -> str:
-        """The findings as a JSON list of objects. NaN and infinity become null."""
-        return json.dumps([without_nan(finding._asdict()) for finding in self], indent=2)
-
     def require(self, *formats: str) -> None:
         """Raises ValueError unless each of these places and formats learns as float32 does, in
         every optimizer. An example is "weights=bf16"."""
@@ -121,7 +116,8 @@ class Report(list[Finding]):
             findings = [finding for finding in self if finding.text == text]
             if not findings:
                 raise ValueError(
-                    f"{text} was not watched: name it in the doctor's formats{remedy_for(text)}"
+                    f"{text} was not watched: name it in the doctor's formats (moments need Adam, "
+                    "grad Adam or SGD, forward and backward `look`, an average `follow`)"
                 )
             for finding in findings:
                 if not finding.is_fine:
@@ -244,20 +240,6 @@ def without_nan(x):
     if isinstance(x, list | tuple):
         return [without_nan(value) for value in x]
     return None if isinstance(x, float) and not math.isfinite(x) else x
-
-
-def remedy_for(text: str) -> str:
-    """What else the user must do so that the doctor watches a place, as the end of a message."""
-    place, _ = split_entry(text)
-    if place == "weights":
-        return ""
-    if place in STATE:
-        return ", and use Adam"
-    if place in SUMS:
-        return ", and use Adam or SGD"
-    if place in OPERANDS:
-        return ", and call the doctor's look with the loss of an Adam"
-    return ", or call the doctor's follow for it"
 
 
 def bits_in(finding: Finding) -> float:

@@ -20,7 +20,6 @@ becomes c s' + rest.
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from ..bits.places import PlaceFormat
 from .findings import NOT_JUDGED, Finding, judge
 from .rows import FormatRows
 from .ruler import Ruler
-from .watcher import GroupSettings, Update, Watcher, dense
+from .watcher import GroupSettings, Update, Watcher, dense, largest_of
 
 # torch's functions that multiply two operands, and the index of the first operand in their
 # arguments.
@@ -66,7 +65,6 @@ LOOK_FIRST = 32  # windows of looks begin at update 32, 64, 128, ...
 LOOK_LENGTH = 8  # updates in such a window
 # How much the gradient of a look may differ from the training's, relative to its largest number
 SAME_GRADIENT = 1e-2
-RECORDED = 32  # so many gradients of a sum are replayed at once
 
 
 class Through(torch.autograd.Function):
@@ -300,19 +298,6 @@ def as_the_training_scales(
     return [x * min(1, max_norm / max(size, math.ulp(0))) for x, size in others]
 
 
-class Contribution(NamedTuple):
-    """Gradients that were added to the sums of some tensors, at most one to each.
-
-    All are by the number of the tensor. `before` and `after` are samples [P] of the sums. A sum
-    that had not begun is None. `largest` has the largest magnitude of each whole sum, if a format
-    has a scale.
-    """
-
-    before: dict[int, torch.Tensor | None]
-    after: dict[int, torch.Tensor]
-    largest: dict[int, torch.Tensor]
-
-
 class SumShadow(GradientShadow):
     """Sums of gradients in few bits, and the steps that they lead to.
 
@@ -323,7 +308,6 @@ class SumShadow(GradientShadow):
         forms = {text: PlaceFormat.of(split_entry(text)[1]) for text in texts}
         texts = sorted(texts, key=lambda text: forms[text].stochastic)
         super().__init__(watcher, texts, length)
-        self.has_scale = any(form.scaled for form in forms.values())
         self.trouble = ""
         if not (watcher.is_adam or watcher.is_sgd):
             self.trouble = "sums of gradients are followed of SGD, and of Adam without amsgrad"
@@ -332,13 +316,9 @@ class SumShadow(GradientShadow):
         shape = (len(texts), tensors, watcher.sample.numbers_per_tensor)
         self.sum = np.zeros(shape[1:], np.float32)  # float32's, when it was read last
         self.kept = np.zeros(shape, np.float32)
-        self.largest = np.zeros((tensors, 1), np.float32)
         self.added = np.zeros(tensors, int)  # gradients in the present sum
         self.has_new = np.zeros(tensors, bool)  # whether one was added since the last step
-        self.records: list[Contribution | Update] = []
-        self.pending: dict[int, torch.Tensor | None] = {}  # sums to which a gradient comes next
         self.has_begun = False
-        self.state: np.ndarray | None = None  # Adam's moments after the last step
         self.contributions: list[float] = []  # in each step
         self.shares: list[np.ndarray] = []  # of each step, what is left of the sum, [C]
 
@@ -353,25 +333,46 @@ class SumShadow(GradientShadow):
         return hooks
 
     def before_adding(self, t: int) -> None:
-        """Reads a sum before a gradient may be added to it. (torch.autograd.grad adds none.)"""
+        """Follows what other code has made of a sum, before a gradient is added to it."""
         p = self.watcher.references[t]()
         grad = None if p is None else p.grad
-        self.pending[t] = None if grad is None else self.watcher.sample.read_one(t, grad)
+        if grad is None or not grad.any():  # a new sum begins
+            self.sum[t] = 0
+            self.kept[:, t] = 0
+            self.added[t] = 0
+        else:
+            self.take_sum(t, self.watcher.sample.read_one(t, grad))
+
+    def take_sum(self, t: int, now: torch.Tensor) -> None:
+        """Carries the sums in few bits along, where float32's has become `now`, [P].
+
+        Other code has scaled float32's sum by a factor and added a rest.
+        """
+        now = now.float().cpu().numpy()
+        last, self.sum[t] = self.sum[t].copy(), now
+        if np.array_equal(now, last):
+            return
+        square = (last * last).sum(dtype=np.float64)
+        factor = (now * last).sum(dtype=np.float64) / square if square else 0.0
+        factor = np.float32(factor if np.isfinite(factor) else 0)
+        self.kept[:, t] = factor * self.kept[:, t] + (now - factor * last)
 
     def after_adding(self, t: int, p: torch.Tensor) -> None:
-        """Records the sum after a gradient was added."""
+        """Rounds the sums in few bits after a gradient was added."""
         if p.grad is None:  # another hook of the script may have dropped it
             return
-        last = self.records[-1] if self.records else None
-        if not isinstance(last, Contribution) or t in last.after:
-            if len(self.records) >= RECORDED:
-                self.replay()
-            last = Contribution({}, {}, {})
-            self.records.append(last)
-        last.before[t] = self.pending.pop(t, None)
-        last.after[t] = self.watcher.sample.read_one(t, p.grad)
-        if self.has_scale:
-            last.largest[t] = torch.linalg.vector_norm(p.grad, torch.inf)
+        after = self.watcher.sample.read_one(t, p.grad).float().cpu().numpy()
+        self.kept[:, t] = self.rounded(t, self.kept[:, t] + (after - self.sum[t]), p.grad)
+        self.sum[t] = after
+        self.added[t] += 1
+        self.has_new[t] = True
+
+    def rounded(self, t: int, x: np.ndarray, grad: torch.Tensor) -> np.ndarray:
+        """Sums of a tensor as each format keeps them; `x` broadcasts to [C, P]."""
+        largest = np.full((len(self.kept), 1, 1), float(largest_of([grad])), np.float32)
+        rows = np.broadcast_to(x, self.kept[:, t].shape)[:, None].astype(np.float32)
+        with np.errstate(all="ignore"):  # a sum may be infinite, and the step is then left out
+            return self.rows.round(rows, largest)[:, 0]
 
     def before(self) -> None:
         """Begins with the moments that the optimizer has now."""
@@ -386,84 +387,20 @@ class SumShadow(GradientShadow):
         self.has_buffer = np.array([x is not None for x in buffers]).reshape(-1, 1)
 
     def after(self, update: Update) -> None:
-        if not self.trouble:
-            self.records.append(update)
-
-    def replay(self) -> None:
-        """Follows the sums through what was recorded."""
-        records, self.records = self.records, []
-        with np.errstate(all="ignore"):  # a sum may be infinite, and the step is then left out
-            for record in records:
-                if isinstance(record, Contribution):
-                    self.add(record)
-                else:
-                    self.step(record)
-
-    def add(self, contribution: Contribution) -> None:
-        """Adds a gradient to the sums of some tensors."""
-        tensors = list(contribution.after)
-        nothing = torch.zeros_like(contribution.after[tensors[0]])
-        befores = [nothing if (x := contribution.before[t]) is None else x for t in tensors]
-        afters = [contribution.after[t] for t in tensors]
-        read = torch.stack((*befores, *afters)).float().cpu().numpy()
-        before, after = read.reshape(2, len(tensors), -1)
-        if contribution.largest:
-            largest = [contribution.largest[t] for t in tensors]
-            self.largest[tensors] = torch.stack(largest).float().cpu().numpy().reshape(-1, 1)
-        began = ~before.any(1)
-        kept = self.carried(tensors, before)
-        kept[:, began] = 0
-        self.kept[:, tensors] = self.round(kept + (after - before), tensors)
-        self.sum[tensors] = after
-        self.added[tensors] = np.where(began, 1, self.added[tensors] + 1)
-        self.has_new[tensors] = True
-
-    def carried(self, tensors: list[int], now: np.ndarray) -> np.ndarray:
-        """The sums in few bits of some tensors, [C, N, P], where float32's have become `now`.
-
-        Other code has scaled float32's sums by a factor and added a rest.
-        """
-        last = self.sum[tensors]
-        kept = self.kept[:, tensors]
-        square = (last * last).sum(1, keepdims=True, dtype=np.float64)
-        factor = (now * last).sum(1, keepdims=True, dtype=np.float64) / square
-        factor = np.where(np.isfinite(factor), factor, 0).astype(np.float32)
-        is_same = (now == last).all(1, keepdims=True)
-        return np.where(is_same, kept, factor * kept + (now - factor * last))
-
-    def round(self, x: np.ndarray, tensors: list[int]) -> np.ndarray:
-        return self.rows.round(x, np.tile(self.largest[tensors], (len(x), 1, 1)))
-
-    def step(self, update: Update) -> None:
         """Takes the optimizer's step with each of the sums."""
         gradient = update.gradient.cpu().numpy()
-        self.take_state(update)
-        if not np.isfinite(gradient).all():
+        if self.trouble or not np.isfinite(gradient).all():
             return
         live = np.array(update.live).reshape(-1, 1)
-        everything = list(range(len(live)))
-        kept = self.carried(everything, gradient)
-        unseen = live[:, 0] & ~self.has_new  # such as a gradient that was there before the doctor
-        if unseen.any():
-            rounded = self.round(np.tile(gradient, (len(kept), 1, 1)), everything)
-            kept[:, unseen] = rounded[:, unseen]
-        self.note_share(gradient, kept, live & self.has_new[:, None])
+        for t in np.flatnonzero(live[:, 0]):
+            self.take_sum(t, update.gradient[t])
+            if not self.has_new[t]:  # such as a gradient that was there before the doctor
+                self.kept[:, t] = self.rounded(t, gradient[t], update.gradient[t])
+        self.note_share(gradient, self.kept, live & self.has_new[:, None])
         self.has_new[:] = False
-        gradients = np.concatenate((gradient[None], kept))
+        gradients = np.concatenate((gradient[None], self.kept))
         settings = GroupSettings(*(x[0] for x in self.watcher.by_tensor([update.settings])))
         self.take_step(gradients, update.weight.cpu().numpy(), live, settings)
-
-    def take_state(self, update: Update) -> None:
-        """Gives all rows Adam's moments where other code has changed these."""
-        tensors = len(update.live)
-        before = update.before[tensors:].cpu().numpy()
-        last = before if self.state is None else self.state
-        self.state = update.after[2 * tensors :].cpu().numpy()
-        changed = before != last
-        if changed.any():
-            self.steps = float(update.steps)
-            pairs = zip(np.split(changed, 2), np.split(before, 2), self.moments, strict=True)
-            self.moments = [np.where(*pair) for pair in pairs]
 
     def note_share(self, gradient: np.ndarray, kept: np.ndarray, seen: np.ndarray) -> None:
         """Notes which share of the sum is left, and how many gradients it has."""
@@ -481,7 +418,6 @@ class SumShadow(GradientShadow):
                 Finding(self.watcher.name, *split_entry(text), NOT_JUDGED, self.trouble)
                 for text in self.ruler.texts
             ]
-        self.replay()
         findings = super().findings(tolerates)
         if not self.shares:
             return findings

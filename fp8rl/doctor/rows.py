@@ -15,6 +15,7 @@ The training waits while a hook runs at every update. So a hook only records the
 updates of a window are replayed at the window's end, for all formats at once.
 """
 
+import collections
 import gc
 import weakref
 from collections.abc import Callable, Iterable
@@ -33,6 +34,8 @@ from .watcher import GroupSettings, Update, Watcher, alive, largest_of
 
 LENGTH = 32  # updates in a window
 WEIGHTS, M, V, ROOT = range(4)  # indices into STATE
+MOVES = 3  # how many moves must be explained until a module is known for an average
+COPY = 0.999  # a larger share is a copy of the weights
 AVERAGES = ("bf16", "bf16:stochastic", "fp16:unscaled", "e4m3", "e4m3:stochastic")
 
 # The bits of a float32: a sign, 8 of exponent, 23 of mantissa.
@@ -463,8 +466,15 @@ class AverageShadow:
         self.stochastic_rows = FormatRows([forms[t] for t in texts if forms[t].stochastic], 0)
         self.ruler = Ruler(self.sample, texts, tensor_names, steps=length, parts=4)
         self.x: np.ndarray | None = None  # float32's average, when it was read last
-        self.rates: list[float] = []  # of each clear move
+        self.rates: list[float] = []  # of each clear move towards the sources
+        self.is_refuted = False  # whether it moved otherwise before it was known for an average
         self.recorded: list[tuple] = []
+
+    @property
+    def is_average(self) -> bool:
+        """Whether enough moves are explained by a share of the way to the sources. A copy of them
+        is no average."""
+        return len(self.rates) >= MOVES and self.rates[-1] < COPY
 
     @torch.no_grad()
     def before(self) -> None:
@@ -492,6 +502,7 @@ class AverageShadow:
                 if moves.is_clear and moves.is_explained:
                     self.rates.append(min(float(moves.share[0]), 1.0))
                 elif moves.is_clear:
+                    self.is_refuted = self.is_refuted or not self.is_average
                     self.x = None  # other code has changed it: begin again from there
                 rate = self.rates[-1] if self.rates else rate
             self.follow(x, rate)
@@ -540,12 +551,16 @@ class AverageShadow:
         self.ruler.add_sums(sums, moved, self.true)
         self.begin_window(self.kept)
 
-    def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
+    def findings(self, tolerates: tuple[float, float], names: collections.Counter) -> list[Finding]:
+        """The findings so far. `names` counts the averages of each name in a report."""
         self.replay()
+        names[str(self)] += 1
+        count = names[str(self)]
+        self.title = str(self) if count == 1 else f"{self} [{count}]"
         loses = f"{{share}} of the numbers stay the same over {self.length} updates"
         readings = self.ruler.readings().items()
         return with_cures(
-            [judge(str(self), text, reading, tolerates, loses) for text, reading in readings]
+            [judge(self.title, text, reading, tolerates, loses) for text, reading in readings]
         )
 
     def __str__(self) -> str:
@@ -562,121 +577,69 @@ class AverageSearch:
     shapes of a module that it trains, and that no optimizer trains. Those whose moves are explained
     by one share of the way to the trained module, three times in a row, are averages. A copy of the
     weights is none. Averages that are no modules are named to `Doctor.follow`.
+
+    `watcher`  the optimizer
+    `trained`  returns the identities of all parameters that optimizers train
+    `length`   updates in a window
     """
 
     FIRST = 32
     APART = 8  # each search comes at so many times the steps of the one before
-    MOVES = 3
-    COPY = 0.999  # a larger share is a copy of the weights
 
     def __init__(self, watcher: Watcher, trained: Callable[[], set[int]], length: int):
         self.watcher = watcher
-        self.trained = trained  # identities of all parameters that optimizers train
+        self.trained = trained
         self.length = length
         self.steps = 0
         self.next = self.FIRST
-        self.candidates: list[Candidate] = []
-        self.found: list[AverageShadow] = []
-        self.known: set[int] = set()  # identities of tensors that are candidates or found
+        self.candidates: list[AverageShadow] = []
+        self.known: set[int] = set()  # identities of tensors that are candidates
 
-    @torch.no_grad()
+    @property
+    def found(self) -> list[AverageShadow]:
+        return [candidate for candidate in self.candidates if candidate.is_average]
+
     def before(self) -> None:
-        for average in self.found:
-            average.before()
-        self.candidates = [candidate for candidate in self.candidates if self.tests(candidate)]
         self.steps += 1
         if self.steps == self.next:
             self.next *= self.APART
             self.search()
+        for candidate in self.candidates:
+            candidate.before()
+        self.candidates = [x for x in self.candidates if not x.is_refuted]
 
     def after(self, update: Update) -> None:
         pass
 
     def search(self) -> None:
         """Lists modules that may be averages of modules that are trained."""
-        every = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
         trained = self.trained()
         sources: dict[tuple, list[nn.Module]] = {}
         others = []
-        for module in every:
-            parameters = [*module.parameters()]
-            ids = {id(p) for p in parameters}
+        for module in (x for x in gc.get_objects() if issubclass(type(x), nn.Module)):
+            ids = {id(p) for p in module.parameters()}
             if ids & self.watcher.keys:
                 sources.setdefault(kind_of(module), []).append(module)
             elif ids and not ids & trained:
-                others.append(module)
+                others.append((ids, module))
         # The largest modules first, so that a part of an average is not listed by itself
-        for module in sorted(others, key=lambda module: -len([*module.parameters()])):
-            ids = {id(p) for p in module.parameters()}
-            if kind_of(module) in sources and not ids & self.known:
-                self.known |= ids
-                self.candidates.append(Candidate(module, sources[kind_of(module)]))
+        for ids, module in sorted(others, key=lambda pair: -len(pair[0])):
+            if not ids & self.known:
+                for source in sources.get(kind_of(module), ()):
+                    self.known |= ids
+                    self.candidates.append(self.candidate(module, source))
 
-    def tests(self, candidate: "Candidate") -> bool:
-        """Whether a module may still be an average. One that is found is followed from then on."""
-        shares = candidate.shares()
-        if shares is None:
-            return False
-        if len(shares) < self.MOVES:
-            return True
-        if shares[-1] < self.COPY:
-            tensors = alive(candidate.references)
-            size = self.watcher.sample.numbers_per_tensor * len(self.watcher.references)
-            average = AverageShadow(
-                f"average of {candidate.name}",
-                tensors,
-                candidate.names,
-                shares[-1],
-                [f"average={form}" for form in AVERAGES],
-                self.length,
-                size,
-                alive(candidate.sources[0]),
-            )
-            average.before()  # where it begins
-            self.found.append(average)
-        return False
-
-    def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
-        return [finding for average in self.found for finding in average.findings(tolerates)]
-
-
-class Candidate:
-    """A module that may be a running average of one of several trained modules."""
-
-    SAMPLED = 512
-
-    def __init__(self, module: nn.Module, sources: list[nn.Module]):
-        self.name = type(module).__name__
-        self.names = [name for name, _ in module.named_parameters()]
-        self.references = [weakref.ref(p) for p in module.parameters()]
-        self.sources = [[weakref.ref(p) for p in source.parameters()] for source in sources]
-        self.sample = Sample(module.parameters(), self.SAMPLED, 0)
-        self.value: np.ndarray | None = None
-        self.seen: list[float] = []  # the shares of its moves
-
-    def shares(self) -> list[float] | None:
-        """The shares of its clear moves so far; None if it is no average."""
-        tensors = alive(self.references)
-        if not tensors:
-            return None
-        value = self.sample.take(tensors).reshape(1, -1)
-        before, self.value = self.value, value
-        if before is None or np.array_equal(before, value):
-            return self.seen
-        explaining = []
-        for source in self.sources:
-            if parameters := alive(source):
-                moves = Moves.of(before, value, self.sample.take(parameters).reshape(1, -1))
-                if moves.is_explained or not moves.is_clear:
-                    explaining.append(source)
-                    share = float(moves.share[0])
-                    is_clear = bool(moves.is_clear)
-        if not explaining:
-            return None
-        if is_clear:
-            self.sources = explaining
-            self.seen.append(share)
-        return self.seen
+    def candidate(self, module: nn.Module, source: nn.Module) -> AverageShadow:
+        return AverageShadow(
+            f"average of {type(module).__name__}",
+            [*module.parameters()],
+            [name for name, _ in module.named_parameters()],
+            1.0,
+            [f"average={form}" for form in AVERAGES],
+            self.length,
+            self.watcher.sample.numbers_per_tensor * len(self.watcher.references),
+            source.parameters(),
+        )
 
 
 def kind_of(module: nn.Module) -> tuple:

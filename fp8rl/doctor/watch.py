@@ -416,15 +416,17 @@ class Doctor(Hooks):
                 findings = self.findings_of(watcher)
                 report += findings
                 report.notes += notes_on(watcher, bool(findings))
-                averages += averages_of(watcher)
+                averages += averages_beside(watcher)
             elif not patient.is_gone and patient.reason != IN_BACKWARD:
                 report.notes.append(f"{patient.name}: not judged: {patient.reason}")
-        number_namesakes(averages)
+        names: collections.Counter[str] = collections.Counter()
         for average in averages:
-            report += average.findings(self.tolerates)
+            report += average.findings(self.tolerates, names)
         gone = [patient.name for patient in self.patients if patient.is_gone]
         if gone:
-            report.notes.append(note_on(gone))
+            report.notes.append(
+                f"not judged: {listed(gone)}: the script had dropped them when a later one began"
+            )
         if self.has_old_casts:
             report.notes.append(
                 "the script steps within one autocast region, which computes with casts of the "
@@ -465,13 +467,13 @@ class Doctor(Hooks):
                     "findings": findings_as_json(report, patient.name),
                 }
             )
-            for average in averages_of(watcher) if watcher else ():
+            for average in averages_beside(watcher) if watcher else ():
                 averages.append(
                     {
-                        "name": str(average),
+                        "name": average.title,
                         "optimizer": patient.name,
                         "tau": average.rates[:: max(len(average.rates) - 1, 1)],
-                        "findings": findings_as_json(report, str(average)),
+                        "findings": findings_as_json(report, average.title),
                     }
                 )
         return report_as_json(optimizers, report.notes, averages)
@@ -485,42 +487,15 @@ def check_format(text: str, names: tuple[str, ...]) -> None:
         )
 
 
-def averages_of(watcher: Watcher) -> list[AverageShadow]:
+def averages_beside(watcher: Watcher) -> list[AverageShadow]:
     """The running averages beside an optimizer, named or found."""
-    averages = []
-    for shadow in watcher.shadows:
-        if isinstance(shadow, AverageShadow):
-            averages.append(shadow)
-        if isinstance(shadow, AverageSearch):
-            averages += shadow.found
-    return averages
-
-
-def number_namesakes(averages: list[AverageShadow]) -> None:
-    """Gives averages that have the same name a number."""
-    counts: collections.Counter[str] = collections.Counter()
-    for average in averages:
-        if "average of" in average.name and "[" not in average.name:
-            counts[average.name] += 1
-            if counts[average.name] > 1:
-                average.name += f" [{counts[average.name]}]"
+    named = [shadow for shadow in watcher.shadows if isinstance(shadow, AverageShadow)]
+    searches = [shadow for shadow in watcher.shadows if isinstance(shadow, AverageSearch)]
+    return [*named, *(average for search in searches for average in search.found)]
 
 
 def findings_as_json(report: Report, name: str) -> list[dict]:
     return [without_nan(finding._asdict()) for finding in report if finding.optimizer == name]
-
-
-def note_on(gone: list[str]) -> str:
-    """A line on optimizers that the script dropped before another one began, by their names."""
-    kinds = collections.Counter(name.partition(" (")[2].removesuffix(")") for name in gone)
-    by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    if len(kinds) == 1:
-        by_kind = next(iter(kinds))
-    noun = "optimizer" if len(gone) == 1 else "optimizers"
-    return (
-        f"{len(gone)} {noun} ({by_kind}) of which nothing is left: not judged: "
-        "the script had dropped them when a later optimizer began"
-    )
 
 
 def notes_on(watcher: Watcher, has_findings: bool) -> list[str]:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from .. import fp8
+from ..bits.cgroups import room_in_cgroups
 from ..precision import PRECISIONS, Precision
 
 
@@ -133,20 +134,14 @@ def available(device="cpu") -> int:
     """Bytes that are free on a device.
 
     On a GPU this is CUDA memory, on a CPU it is RAM within the limits of this process and its
-    cgroup (v2).
+    cgroups.
     """
     device = torch.device(device)
     if device.type == "cuda":
         # Memory that torch has reserved and would reuse.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    left = [psutil.virtual_memory().available]
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no cgroup, or one without a limit ("max")
-        free = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # File pages that the kernel drops when memory is needed
-        left.append(free + int(stat["inactive_file"]))
+    left = [psutil.virtual_memory().available, room_in_cgroups()]
     if sys.platform == "linux":  # other kernels do not enforce these
         used = psutil.Process().memory_info()
         for limit, taken in ((resource.RLIMIT_DATA, used.data), (resource.RLIMIT_AS, used.vms)):

@@ -76,6 +76,8 @@ class Plan:
 
     # Dimensions of a continuous action; 0 if actions are discrete.
     action_size: int
+    # How the ring stores observations.
+    codec: str
     # Time steps of the replay ring, the folder in which it is (None: in memory), and its bytes.
     ring_rows: int
     ring_folder: str | None
@@ -134,7 +136,9 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
     if machine.memmap:
         # A ring in a folder may serve later runs, so it has the whole capacity.
         rows = config.capacity // config.num_envs
-    ring_settings = (rows, num_envs, sizes.features, config.codec, sizes.action_size)
+    is_fine = normalizes and sizes.obs_type == torch.float64
+    codec = "fp64" if is_fine and config.codec == "fp32" else config.codec
+    ring_settings = (rows, num_envs, sizes.features, codec, sizes.action_size)
     needed = ring_bytes(*ring_settings, proximal)
     if not machine.memmap:
         remedy = "lower capacity, choose a one-byte codec, or store it in a memmap folder"
@@ -160,6 +164,7 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
         acting_loop=acting_loop,
         uses_graph=uses_graph,
         action_size=sizes.action_size,
+        codec=codec,
         ring_rows=rows,
         ring_folder=machine.memmap,
         ring_bytes=needed,

@@ -31,10 +31,6 @@ class FastActorCritic(ActorCritic):
     A layer that has hooks is called as usual, and so is a head in FP8 where both heads are needed.
     """
 
-    def normalize(self, obs: torch.Tensor) -> torch.Tensor:
-        """Standardizes observations before the first layer (normalization.py). Not here."""
-        return obs
-
     def acting(self):
         """The object whose `policy` acts in one rollout, with the weights as they are now.
 

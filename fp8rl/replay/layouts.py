@@ -15,8 +15,8 @@ dummy row for each episode. `full` and `delta` store transitions only, so none o
 dummy.
 
 If an environment resets in the same step that ends the episode, the next row already belongs to the
-next episode. A compact store then loses the final observation. `full` and `delta` are two ways to
-keep it.
+next episode. A compact store would lose the final observation, so the ring refuses such a rollout.
+`full` and `delta` are two ways to keep it: they take transitions from any source.
 
 How far off is a next observation of `delta`? Each transition has a difference of its own, to the
 observation that is stored with it, so errors do not add up along an episode. By the codec of the
@@ -43,7 +43,7 @@ from typing import NamedTuple
 import torch
 
 from ..env import STATE_BOUNDS
-from ..rollout import Rollout
+from ..rollout import Rollout, require_dummy_rows
 from .observation_codec import Codec, type_of_codes
 from .ring import bytes_of_row, fields_of_row
 
@@ -87,8 +87,9 @@ class Transitions(NamedTuple):
 def transitions_of(rollout: Rollout) -> Transitions:
     """The transitions of a rollout [T, N], one environment after the other.
 
-    Dummy rows are left out.
+    Dummy rows are left out. Raises ValueError for an end of an episode without one.
     """
+    require_dummy_rows(rollout.flags)
     valid = rollout.valid.transpose(0, 1)  # [N, T]
 
     def flat(x: torch.Tensor) -> torch.Tensor:
@@ -217,8 +218,9 @@ class FullLayout:
                 "at once"
             )
         # Unsigned integers would wrap around in a difference.
+        number_type = torch.promote_types(transitions.obs.dtype, torch.float32)
         transitions = transitions._replace(
-            obs=transitions.obs.float(), next_obs=transitions.next_obs.float()
+            obs=transitions.obs.to(number_type), next_obs=transitions.next_obs.to(number_type)
         )
         for name in ("obs", "next_obs"):
             self._check(name, getattr(transitions, name))

@@ -2,6 +2,7 @@
 
     name   bytes   stored as                        error of a feature in (low, high)
     fp32   4       float32                          none
+    fp64   8       float64                          none
     fp16   2       float16                          2^-11 of the value (3e-8 near 0); ends at 65,504
     bf16   2       bfloat16                         2^-8 of the value
     int8   1       round((x - middle) / step),      half a step, (high - low) / 508, everywhere
@@ -13,8 +14,9 @@ Scales come from the bounds of the observation space and never change, so storin
 per transition. int8 has equal steps and needs bounds. A feature without bounds has scale 1 in fp8.
 The steps of fp8 grow with the value: within a sixteenth of the bound from 0 they are finer than
 int8's, and beyond that coarser. A value that a codec cannot represent is clipped to the nearest end
-of its range. Names of bits/formats.py are accepted, too, if torch has a type for them. e4m3 is fp8,
-and e5m2 is scaled in the same way.
+of its range. Where an environment has float64 observations and the network standardizes them, fp64
+takes the place of fp32. Names of bits/formats.py are accepted, too, if torch has a type for them.
+e4m3 is fp8, and e5m2 is scaled in the same way.
 """
 
 import math
@@ -33,7 +35,7 @@ DTYPES = {
     "fp8": E4M3,
 }
 CODECS = tuple(DTYPES)
-DTYPES |= formats.DTYPES
+DTYPES |= formats.DTYPES | {"fp64": torch.float64}
 
 
 def type_of_codes(codec: str) -> torch.dtype:
@@ -74,7 +76,7 @@ class Codec:
             remedy = "use finite bounds, or choose fp8"
             self.middle = (low + high) / 2
             self.scale = (high - low) / 254
-        elif name == "fp32":
+        elif self.number_type.itemsize >= 4:  # fp32 and fp64 hold every number as it is
             self.largest_code = math.inf
         else:
             self.largest_code = torch.finfo(self.number_type).max
@@ -98,15 +100,15 @@ class Codec:
         return is_clipped.flatten(0, -2).sum(0)
 
     def encode(self, obs: torch.Tensor) -> torch.Tensor:
-        """Codes [..., F] of observations float32 [..., F] without NaN."""
+        """Codes [..., F] of observations [..., F] without NaN."""
         numbers = obs
-        if self.name != "fp32":
+        if self.largest_code < math.inf:
             numbers = self.in_steps(obs).clamp(-self.largest_code, self.largest_code)
         return numbers.to(self.number_type).view(self.stored_type)
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """Observations float32 [..., F] of codes [..., F]."""
-        if self.name == "fp32":
+        """Observations [..., F] of codes [..., F]: float32, or float64 of the codec fp64."""
+        if self.largest_code == math.inf:
             return codes
         x = codes.view(self.number_type).float() * self.scale
         return x + self.middle if self.name == "int8" else x

@@ -20,7 +20,7 @@ import torch
 
 from .. import rng
 from ..env import STATE_BOUNDS
-from ..rollout import DUMMY, Rollout
+from ..rollout import DUMMY, Rollout, require_dummy_rows
 from .observation_codec import Codec, type_of_codes
 
 NAMES = ("obs", "action", "reward", "flags", "behavior_logp")  # fields that every ring has
@@ -209,7 +209,8 @@ class ReplayBuffer:
         If `new_episodes` is set, a dummy row separates the rollout from the last one, so that no
         slice joins two episodes. Raises ValueError, and leaves the ring unchanged, for T >= `rows`,
         for shapes other than the ring's, for proximal log-probabilities that are missing and, on a
-        CPU, for a NaN or an action that does not fit into a byte.
+        CPU, for a NaN, an action that does not fit into a byte, or an end of an episode without a
+        dummy row after it.
         """
         length = len(rollout.action)
         self._check_shapes(rollout)
@@ -239,7 +240,8 @@ class ReplayBuffer:
                 raise ValueError(f"{name} has shape {given}: this ring takes {expected}")
 
     def _check_values(self, rollout: Rollout) -> None:
-        """Raises ValueError for numbers that the ring could not give back as they are.
+        """Raises ValueError for numbers that the ring could not give back as they are, and for an
+        end of an episode without a dummy row after it.
 
         A proximal log-probability may be NaN, where the learner overflows. The clip drops such a
         row.
@@ -253,6 +255,9 @@ class ReplayBuffer:
                 raise ValueError(f"{name} is NaN: fix its source or leave out those rows")
         if not self.action_size and (rollout.action != (rollout.action & 255)).any():
             raise ValueError("action is outside 0 to 255: the ring stores actions in a byte")
+        continues = self.size > 0 and not self.new_episodes
+        last = self.fields["flags"][:, (self.count - 1) % self.rows] if continues else 0
+        require_dummy_rows(rollout.flags.to(self.device), last)
 
     def _dummy_row(self, next_obs: torch.Tensor) -> Rollout:
         """A dummy row from the newest observation to the first one of another episode.

@@ -31,33 +31,40 @@ corrections but `clip` also apply PPO's rule to pi / pi_0, and multiply by this 
 forgotten.
 """
 
-import math
-
 import torch
 
-BOUND = 2.0
-CLIP = 0.2
-MASK_ABOVE = 3.0  # TRL's vllm_importance_sampling_clip_max
-GATE = (0.5, 5.0)  # OpenRLHF's is_correction_threshold
-CORRECTIONS = (
-    "none",
-    "token_weights",
-    "sequence_weights",
-    "mask_tokens",
-    "mask_sequences",
-    "clip",
-    "clip_negative",
-    "clip_positive",
-    "one_precision",
-    "masked_sequence_weights",
-    "gated_token_weights",
+from ..dumps.rules import (
+    CLIP,
+    DROP,
+    PRODUCT,
+    TOKEN,
+    Rule,
+    rule_of,
+    weigh,
 )
+
+BOUND = 2.0
+CLIP_OF_PPO = 0.2
+# How each correction accounts for mu. The rows of stacks are those of the table of their rules.
+CORRECTIONS = {
+    "none": Rule(),
+    "token_weights": rule_of("verl", "rollout_is=token"),
+    "sequence_weights": rule_of("verl", "rollout_is=sequence"),
+    "mask_tokens": Rule(gate=TOKEN, action=DROP, lower=1 / BOUND, upper=BOUND),
+    "mask_sequences": Rule(gate=PRODUCT, action=DROP, lower=1 / BOUND, upper=BOUND),
+    "clip": Rule(),  # the clip itself is that of `gradient_factor`
+    "clip_negative": Rule(gate=TOKEN, action=CLIP, lower=1 - CLIP_OF_PPO),
+    "clip_positive": Rule(gate=TOKEN, action=CLIP, upper=1 + CLIP_OF_PPO),
+    "one_precision": Rule(),
+    "masked_sequence_weights": rule_of("trl", "use_vllm=True"),
+    "gated_token_weights": rule_of("openrlhf", "is_correction_level=seq"),
+}
 
 
 def is_dropped_by_clip(ratio: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
     """PPO's rule: whether a token's gradient is dropped, bool [T, S, B]."""
-    too_likely = (advantage > 0) & (ratio > 1 + CLIP)
-    too_unlikely = (advantage < 0) & (ratio < 1 - CLIP)
+    too_likely = (advantage > 0) & (ratio > 1 + CLIP_OF_PPO)
+    too_unlikely = (advantage < 0) & (ratio < 1 - CLIP_OF_PPO)
     return too_likely | too_unlikely
 
 
@@ -71,31 +78,10 @@ def mismatch_weight(
 
     Raises ValueError for a correction that does not exist.
     """
-    sequence_log_ratio = log_ratio.sum(0, keepdim=True)
-    ones = torch.ones_like(log_ratio)
-    if correction in ("none", "one_precision", "clip"):
-        return ones
-    if correction == "token_weights":
-        return log_ratio.exp().clamp(max=BOUND)
-    if correction == "sequence_weights":
-        return ones * sequence_log_ratio.exp().clamp(max=BOUND)
-    if correction == "mask_tokens":
-        return (log_ratio.abs() < math.log(BOUND)).float()
-    if correction == "mask_sequences":
-        return ones * (sequence_log_ratio.abs() < math.log(BOUND))
-    if correction == "clip_negative":
-        return ones - ((advantage < 0) & (log_ratio < math.log(1 - CLIP))).float()
-    if correction == "clip_positive":
-        return ones - ((advantage > 0) & (log_ratio > math.log(1 + CLIP))).float()
-    if correction == "masked_sequence_weights":
-        ratio = sequence_log_ratio.exp()
-        return ones * torch.where(ratio > MASK_ABOVE, 0, ratio)
-    if correction == "gated_token_weights":
-        lower, upper = GATE
-        mean_ratio = log_ratio.mean(0, keepdim=True).exp()
-        is_inside = (mean_ratio >= lower) & (mean_ratio <= upper)
-        return torch.where(is_inside, log_ratio.exp(), 0)
-    raise ValueError(f"correction is {correction!r}: choose from {', '.join(CORRECTIONS)}")
+    if correction not in CORRECTIONS:
+        raise ValueError(f"correction is {correction!r}: choose from {', '.join(CORRECTIONS)}")
+    weight, _, _ = weigh(CORRECTIONS[correction], log_ratio, advantage, dim=0)
+    return weight
 
 
 def gradient_factor(

@@ -103,7 +103,13 @@ def threshold_of(env_id: str | None) -> float:
         found = getattr(task, "reward_threshold", None)
     else:
         interface_of(env_id)  # says why, if it cannot be made
-        found = gymnasium.spec(gymnasium_id(env_id)).reward_threshold
+        name = gymnasium_id(env_id)
+        if name not in gymnasium.registry:
+            raise ValueError(
+                f"env_id is {env_id!r}, which has no version: "
+                f"use {env_id}-v{gymnasium.make(name).spec.version}"
+            )
+        found = gymnasium.spec(name).reward_threshold
     if found is None:
         raise ValueError(
             f"threshold is None, and {env_id} has none itself: name it, as in --threshold 100"

@@ -59,7 +59,7 @@ def task_of(env_id: str | None) -> type[TensorEnv] | None:
     """The task of this name as tensors, or None if only Gymnasium may have it.
 
     Imports the module that a name "module:Class" names. Raises ValueError if that fails, and for a
-    task that lacks an attribute or has fewer than 2 or more than 256 actions.
+    task that lacks an attribute or a method, or has fewer than 2 or more than 256 actions.
     """
     module, name = split_id(env_id or "")
     if not (module and name.isidentifier()):
@@ -67,12 +67,14 @@ def task_of(env_id: str | None) -> type[TensorEnv] | None:
     task = getattr(import_module_of(env_id), name, None)
     if not (isinstance(task, type) and issubclass(task, TensorEnv)):
         return None
-    for attribute in ("bounds", "max_steps", "state_size", "num_actions"):
+    for attribute in ("bounds", "max_steps", "state_size", "num_actions", "start", "advance"):
+        inherited = getattr(TensorEnv, attribute, None)  # a method that must be replaced
         # An __init__ of the task's own may set the attribute.
-        if task.__init__ is TensorEnv.__init__ and not hasattr(task, attribute):
+        is_needed = inherited or task.__init__ is TensorEnv.__init__
+        if is_needed and getattr(task, attribute, None) is inherited:
             raise ValueError(
                 f"env_id is {env_id!r}, which has no {attribute}: "
-                "give it all attributes of a TensorEnv"
+                "give it all attributes and methods of a TensorEnv"
             )
     actions = getattr(task, "num_actions", None)
     if isinstance(actions, int) and task.distribution is Categorical and not 2 <= actions <= 256:

@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from ..config import Config
 from ..distribution import Gaussian
 from ..env import Cart, TensorEnv
@@ -41,11 +43,13 @@ class Sizes(NamedTuple):
     `features`     features of an observation
     `num_actions`  number of actions; dimensions of an action if it is continuous
     `action_size`  dimensions of a continuous action; 0 if actions are discrete
+    `obs_type`     type of the observations
     """
 
     features: int
     num_actions: int
     action_size: int
+    obs_type: torch.dtype
 
 
 def sizes_of(config: Config, environment: str) -> Sizes:
@@ -57,8 +61,12 @@ def sizes_of(config: Config, environment: str) -> Sizes:
         # One is made, because a task may set its sizes only then.
         env = env_maker(config, environment)(1, config.start_noise, "cpu", config.seed)
         is_continuous = env.distribution is Gaussian
-    low, _ = env.bounds
-    return Sizes(len(low), env.num_actions, env.num_actions if is_continuous else 0)
+    return Sizes(
+        features=len(env.bounds[0]),
+        num_actions=env.num_actions,
+        action_size=env.num_actions if is_continuous else 0,
+        obs_type=getattr(env, "obs_type", torch.float32),
+    )
 
 
 def env_maker(

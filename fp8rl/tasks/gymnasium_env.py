@@ -53,13 +53,14 @@ def failure(env_id: str, error: Exception) -> EnvironmentFailed:
 def where_raised(error: Exception) -> str:
     """The last line of the user's own code in an error's traceback, as ", my_env.py line 12".
 
-    An installed package is not the user's code. The string is empty for an error that comes from
-    another process, because Gymnasium passes no traceback on.
+    Python's own library and installed packages are not the user's code. The string is empty for an
+    error that comes from another process, because Gymnasium passes no traceback on.
     """
+    others = {Path(__file__).parents[1], Path(traceback.__file__).parent}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         is_installed = {"site-packages", "dist-packages"} & set(path.parts)
-        if not is_installed and Path(__file__).parents[1] not in path.parents:
+        if not (is_installed or others & set(path.parents) or path.name.startswith("<frozen")):
             return f", {path.name} line {frame.lineno}"
     return ""
 
@@ -74,11 +75,25 @@ def flattens(space: gymnasium.Space) -> bool:
     return not isinstance(space, Box) and space.is_np_flattenable
 
 
+class ShapeCheck(gymnasium.ObservationWrapper):
+    """An environment whose observations must have the shape of their space.
+
+    Gymnasium's vector environments would only say that some array has the wrong shape, or repeat
+    the numbers of an observation that has too few.
+    """
+
+    def observation(self, observation: np.ndarray) -> np.ndarray:
+        shape = np.shape(observation)
+        if shape != self.observation_space.shape:
+            raise ValueError(f"obs has shape {shape}, not {self.observation_space.shape}")
+        return observation
+
+
 def flat(env: gymnasium.Env) -> gymnasium.Env:
     """Wraps an environment, so that its observations are flat features where they can be."""
     if flattens(env.observation_space):
-        return gymnasium.wrappers.FlattenObservation(env)
-    return env
+        env = gymnasium.wrappers.FlattenObservation(env)
+    return ShapeCheck(env)
 
 
 @contextlib.contextmanager
@@ -101,13 +116,15 @@ class Interface(NamedTuple):
     """Everything that training needs to know about a Gymnasium environment.
 
     `actions` is the first of its discrete actions, or the lowest and highest values of its
-    continuous actions, [A] each in the space's type.
+    continuous actions, [A] each in the space's type. `obs_type` is the type of its observations:
+    float32 if that holds them.
     """
 
     bounds: tuple[tuple[float, ...], tuple[float, ...]]
     num_actions: int
     actions: int | tuple[np.ndarray, np.ndarray]
     max_steps: int
+    obs_type: torch.dtype
 
 
 def gymnasium_id(env_id: str) -> str:
@@ -214,7 +231,12 @@ def interface_of(env_id: str) -> Interface:
     low = tuple(observations.low.astype(float).tolist())
     high = tuple(observations.high.astype(float).tolist())
     limit = env.spec.max_episode_steps or 10_000
-    known = Interface((low, high), *actions_of(env_id, env.action_space), limit)
+    # float32 holds whole numbers up to 2^24.
+    is_held = np.can_cast(observations.dtype, np.float32) or (
+        observations.dtype.kind in "iu" and max(map(abs, low + high)) <= 2**24
+    )
+    obs_type = torch.float32 if is_held else torch.float64
+    known = Interface((low, high), *actions_of(env_id, env.action_space), limit, obs_type)
     if env.spec.max_episode_steps is None:
         kind = "registered" if env_id.endswith(name) else "a class"
         what = f"{kind} without a time limit, so an evaluation takes up to {limit:,} steps"
@@ -304,7 +326,9 @@ class GymEnv(TensorState):
             raise ValueError(
                 f"vectorization is {vectorization!r}: choose from {', '.join(VECTORIZATIONS)}"
             )
-        self.bounds, self.num_actions, self.actions, self.max_steps = interface_of(env_id)
+        self.bounds, self.num_actions, self.actions, self.max_steps, self.obs_type = interface_of(
+            env_id
+        )
         self.distribution = Categorical if isinstance(self.actions, int) else Gaussian
         name = gymnasium_id(env_id)
         self.discount = getattr(task_of(name), "discount", 1.0)
@@ -313,14 +337,13 @@ class GymEnv(TensorState):
         self.device = torch.device(device)
         self.envs = None
         self._async = vectorization == "async"
-        options = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
         try:
             with children_ignore_interrupts() if self._async else contextlib.nullcontext():
                 self.envs = gymnasium.make_vec(
                     name,
                     num_envs,
                     vectorization_mode=vectorization,
-                    vector_kwargs=options,
+                    vector_kwargs={"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP},
                     wrappers=[flat],
                     **({"render_mode": render_mode} if render_mode else {}),
                 )
@@ -328,7 +351,7 @@ class GymEnv(TensorState):
             raise failure(env_id, error) from error
         with self._guarded():
             obs, _ = self.envs.reset(seed=seed)
-        self.obs = self._tensor(obs, torch.float32)
+        self.obs = self._tensor(obs, self.obs_type)
         self.done = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
 
     def draw(self, length: int) -> list[None]:
@@ -362,7 +385,7 @@ class GymEnv(TensorState):
             obs, reward, terminated, truncated, _ = self.envs.step(actions)
         # A step that resets has no reward and no end, whatever the environment returns.
         live = ~self.done
-        self.obs = self._tensor(obs, torch.float32)
+        self.obs = self._tensor(obs, self.obs_type)
         terminated, truncated = (
             self._tensor(flag, torch.bool) & live for flag in (terminated, truncated)
         )

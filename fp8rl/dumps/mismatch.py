@@ -6,12 +6,8 @@ kernels. Both give a log-probability to every sampled token. `mismatch` takes th
 any trainer and any engine. It says how far apart the policies are, what that costs, and whether the
 gap looks like rounding or like a bug.
 
-    ratio = pi / mu          d = log ratio = learner_logp - actor_logp
-
 Tokens are sampled from mu, so all means here are means over mu. If mu can sample every token that
-pi can, the mean ratio is 1. So the spread of the ratios is taken about 1, and one token of mu is
-worth p = 1 / (1 + E[(ratio - 1)^2]) tokens of pi. What that means for sequences says the horizon
-(mismatch_horizon.py).
+pi can, the mean of the ratios pi / mu is 1. So the spread of the ratios is taken about 1.
 
 The estimators k1 and k3 of the divergence KL(mu || pi) are those of Schulman (2020), "Approximating
 KL divergence".
@@ -24,25 +20,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .acting_look import amount
-from .dump_names import dict_as_arrays
-from .findings import without_nan
-from .mismatch_gap import FEW_TOKENS, Gap, Symptom, ratio_in_line
-from .mismatch_horizon import Horizon
-from .mismatch_places import FEW_SEQUENCES
-from .mismatch_symptoms import (
+from .dump import COARSE, arrays_of, gap_of
+from .gap import KEPT, LARGEST, Gap, Horizon, amount, kish, ratio_in_line
+from .rules import StackShare, caps_line, stack_shares, stack_table
+from .symptoms import (
     BITS_LEFT,
+    FEW_SEQUENCES,
+    FEW_TOKENS,
     OTHER_LABELS,
+    Seen,
     bits_of,
     robust_bits,
     symptoms_of,
     without_fillers,
 )
-from .probability_gap import ProbabilityGap, lines_of
-from .stack_rules import beyond_caps, caps_line
-from .token_arrays import COARSE, read_tokens
 
-FLOAT32_STEP = 2.0**-23  # distance of float32's numbers at 1; policies compute in float32 at best
 MANY_ZEROS = 0.05  # share of tokens
 COMMON_BITS = 4.0  # of mantissa; arithmetic of 16 bits leaves more, and FP8 mostly does
 LITTLE = 0.05  # log ratio, in nats; smaller ones hardly matter, whatever made them
@@ -108,7 +100,7 @@ VAGUE = ("mean ratio", "heavy tail", "precision", "other")
 class MismatchReport(NamedTuple):
     """How far a policy mu that acts is from the learner's policy pi, and why.
 
-    `str(report)` has it in words.
+    `str(report)` has it in words, and `report.stack_table()` what RL stacks do with these tokens.
 
     `verdict`               exact, rounding, bug or not judged; "rounding or bug" if there is no
                             symptom, but the gap is that of very few bits
@@ -123,10 +115,9 @@ class MismatchReport(NamedTuple):
     `mean_length`           mean number of tokens in a sequence
     `token_sample_size`     Kish's effective sample size of the tokens' ratios, as a share
     `sequence_sample_size`  the same for the ratios of whole sequences; NaN for a single sequence
-    `p`                     sample size of a token, if the mean ratio is taken to be 1
-    `horizon`, `horizon_low`, `horizon_high`, `token_horizon`, `horizon_without_farthest`
+    `horizon`, `horizon_low`, `horizon_high`, `token_horizon`
                             H in tokens, its 95% interval, and what it would be of independent
-                            tokens, and without the farthest of them (mismatch_horizon.py)
+                            tokens (gap.py)
     `horizons`              the mean length of sequences in horizons
     `kl_k1`, `kl_k3`        two estimates of KL(mu || pi) per token, in nats
     `mean_ratio`            mean of the tokens' ratios
@@ -136,24 +127,27 @@ class MismatchReport(NamedTuple):
                             numbers, so no ratio is above 2e130
     `farthest`              sequence and position of the token whose log ratio is largest in size
     `clip`                  PPO's clip
-    `has_advantages`        whether advantages were given
     `clipped_above`         share of the tokens of positive advantage whose ratio is above 1 + clip;
                             without advantages, share of all tokens
     `clipped_below`         share of the tokens of negative advantage whose ratio is below 1 - clip;
                             without advantages, share of all tokens
     `clipped`               share of all tokens that PPO's clip drops; NaN without advantages
-    `token_mult_prob_error`, `probs_diff_mean`, `probs_diff_max`, `probs_correlation`,
+    `token_mult_prob_error`
+                            mean of exp(|log ratio|), which NeMo-RL logs
+    `probs_diff_mean`, `probs_diff_max`
+                            absolute difference of the probabilities, which verl logs
+    `probs_correlation`     Pearson's correlation of the probabilities, which verl logs; NaN if they
+                            do not vary
     `logp_diff_mean`, `logp_diff_max`
-                            the numbers that RL stacks log (probability_gap.py)
-    `beyond_caps`           by stack, the share of tokens or sequences beyond the bounds of its
-                            correction (stack_rules.py)
+                            absolute difference of the log-probabilities, which TRL logs
+    `stacks`                what each rule of the RL stacks does with these tokens (rules.py)
     `notes`                 lines that say what limits the numbers
     """
 
     verdict: str
     kind: str
     causes: tuple[str, ...]
-    symptoms: tuple[Symptom, ...]
+    symptoms: tuple[Seen, ...]
     precision: str
     bits: float
     sequences: int
@@ -161,12 +155,10 @@ class MismatchReport(NamedTuple):
     mean_length: float
     token_sample_size: float
     sequence_sample_size: float
-    p: float
     horizon: float
     horizon_low: float
     horizon_high: float
     token_horizon: float
-    horizon_without_farthest: float
     horizons: float
     kl_k1: float
     kl_k3: float
@@ -176,7 +168,6 @@ class MismatchReport(NamedTuple):
     largest_ratio: float
     farthest: tuple[int, int]
     clip: float
-    has_advantages: bool
     clipped_above: float
     clipped_below: float
     clipped: float
@@ -186,8 +177,12 @@ class MismatchReport(NamedTuple):
     probs_correlation: float
     logp_diff_mean: float
     logp_diff_max: float
-    beyond_caps: dict[str, float]
+    stacks: tuple[StackShare, ...]
     notes: tuple[str, ...]
+
+    @property
+    def has_advantages(self) -> bool:
+        return not math.isnan(self.clipped)
 
     def __str__(self) -> str:
         """The report in short lines. The first line has the verdict."""
@@ -195,6 +190,7 @@ class MismatchReport(NamedTuple):
 
     def headline(self) -> list[str]:
         """The verdict, and lines that explain it."""
+        bits = f"arithmetic with about {max(self.bits, 0):.1f} bits of mantissa makes such a gap"
         if self.verdict == "exact":
             return ["exact: both policies give the same log-probabilities"]
         if self.verdict == "not judged":
@@ -203,13 +199,13 @@ class MismatchReport(NamedTuple):
                 f"give at least {FEW_TOKENS}"
             ]
         if self.verdict == "rounding":
-            lines = [f"rounding: no symptom of a bug; {self.words_on_bits()}"]
+            lines = [f"rounding: no symptom of a bug; {bits}"]
             if not self.has_advantages:
                 lines.append("  give advantages, too, to tell old weights from rounding")
             return lines
         if self.verdict == "rounding or bug":
             return [
-                f"rounding or bug: no symptom, but {self.words_on_bits()}",
+                f"rounding or bug: no symptom, but {bits}",
                 "  4-bit weights, a cache of 2 bits and FP8 in many layers do this; so do old "
                 "weights, weights that were not sent, dropout and another rope_theta",
                 "  say what both programs compute in, as in --precision bf16"
@@ -225,13 +221,26 @@ class MismatchReport(NamedTuple):
         lines += [f"  {line_of(symptom)}" for symptom in others]
         return lines
 
-    def words_on_bits(self) -> str:
-        return f"arithmetic with about {max(self.bits, 0):.1f} bits of mantissa makes such a gap"
-
     def numbers(self) -> list[str]:
         """Lines with the numbers of the report."""
-        lines = [
-            *self.measured_horizon.lines(),
+        interval = ""
+        if math.isfinite(self.horizon_low):
+            low, high = amount(self.horizon_low), amount(self.horizon_high)
+            interval = f" (95% interval {low} to {high})"
+        together = ""
+        if self.horizon != self.token_horizon:
+            together = "; here ratios go together along a sequence"
+        above, below = f"{self.clipped_above:.2%} of", f"{self.clipped_below:.2%}"
+        clipped = f"{above} the tokens are above {1 + self.clip:g}, {below} below {1 - self.clip:g}"
+        if self.has_advantages:
+            clipped = (
+                f"would drop {self.clipped:.2%} of the tokens: {above} those with positive "
+                f"advantage, {below} with negative"
+            )
+        return [
+            f"horizon: {amount(self.horizon)} tokens{interval}, after which the weights of "
+            f"sequences have an effective sample size of {KEPT:g}",
+            f"  if tokens were independent: {amount(self.token_horizon)}{together}",
             f"lengths: sequences of {self.mean_length:,.1f} tokens are {amount(self.horizons)} "
             "horizons long",
             f"effective sample size: {self.token_sample_size:.4f} of the tokens, "
@@ -239,30 +248,20 @@ class MismatchReport(NamedTuple):
             f"divergence: {self.kl_k1:.3g} nats a token (k1), {self.kl_k3:.3g} (k3)",
             f"ratios: mean {ratio_in_line(self.mean_ratio)} ± {self.mean_ratio_error:.1g}, "
             f"from {self.smallest_ratio:.3g} to {self.largest_ratio:.3g}",
+            f"clip of pi / mu: {clipped}",
+            f"token_mult_prob_error: {ratio_in_line(self.token_mult_prob_error)} "
+            "(the mean of exp |log ratio|)",
+            f"probabilities: differ by {self.probs_diff_mean:.2g} (mean) and "
+            f"{self.probs_diff_max:.2g} (largest), Pearson correlation "
+            f"{self.probs_correlation:.4f}",
+            f"log-probabilities: differ by {self.logp_diff_mean:.2g} (mean) and "
+            f"{self.logp_diff_max:.2g} (largest, at {list(self.farthest)})",
+            caps_line(self.stacks),
         ]
-        high, low = 1 + self.clip, 1 - self.clip
-        if self.has_advantages:
-            lines.append(
-                f"clip of pi / mu: would drop {self.clipped:.2%} of the tokens: "
-                f"{self.clipped_above:.2%} of those with positive advantage, "
-                f"{self.clipped_below:.2%} with negative"
-            )
-        else:
-            lines.append(
-                f"clip of pi / mu: {self.clipped_above:.2%} of the tokens are above {high:g}, "
-                f"{self.clipped_below:.2%} below {low:g}"
-            )
-        return [*lines, *lines_of(self), caps_line(self.beyond_caps)]
 
-    @property
-    def measured_horizon(self) -> Horizon:
-        return Horizon(
-            self.horizon,
-            self.horizon_low,
-            self.horizon_high,
-            self.token_horizon,
-            self.horizon_without_farthest,
-        )
+    def stack_table(self) -> str:
+        """What each stack does with these tokens, by default and with its corrections."""
+        return stack_table(self.stacks)
 
     def to_json(self) -> str:
         """The report as a JSON object of all fields, in numbers of DIGITS digits.
@@ -270,18 +269,19 @@ class MismatchReport(NamedTuple):
         NaN and infinity become null.
         """
         fields = self._asdict()
-        fields["symptoms"] = [symptom._asdict() for symptom in self.symptoms]
-        rounded = json.loads(json.dumps(without_nan(fields)), parse_float=shortened)
+        for name in ("symptoms", "stacks"):
+            fields[name] = [row._asdict() for row in fields[name]]
+        # NaN and infinity are names in Python's JSON.
+        rounded = json.loads(
+            json.dumps(fields),
+            parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"),
+            parse_constant=lambda name: None,
+        )
         text = json.dumps(rounded, indent=2)
         return LONG.sub(lambda number: f"{float(number[0]):.{DIGITS}g}", text)
 
 
-def shortened(number: str) -> float:
-    """A number of JSON, rounded to DIGITS digits."""
-    return float(f"{float(number):.{DIGITS}g}")
-
-
-def line_of(symptom: Symptom) -> str:
+def line_of(symptom: Seen) -> str:
     """What a symptom says, and how much of the gap it explains."""
     if not symptom.share > LEAST_SHARE:  # or NaN
         return symptom.says
@@ -297,7 +297,6 @@ def mismatch(
     lengths=None,
     precision: str | float | None = None,
     tokens=None,
-    most_error: float = MOST_ERROR,
 ) -> MismatchReport:
     """Compares the learner's and the actor's log-probabilities of sampled tokens.
 
@@ -326,7 +325,6 @@ def mismatch(
                                   less one; a gap that this cannot explain is then a bug
     `tokens`                      the tokens' numbers in the vocabulary, in the same form; they show
                                   whether tokens that occur again differ from new ones
-    `most_error`                  token_mult_prob_error above which the report has an alarm
 
     `learner_logp` may also be a dict that holds the arrays under these names, or under those of
     TRL, verl, OpenRLHF or NeMo-RL, such as verl's `batch.batch`. What else it holds is left alone.
@@ -335,140 +333,125 @@ def mismatch(
     Raises ValueError, with a message of one line, for arrays that cannot be log-probabilities of
     the same tokens.
     """
-    arrays = dict_as_arrays(learner_logp, actor_logp, mask, advantages, lengths, tokens)
-    read = read_tokens(**arrays)
+    arrays = arrays_of(
+        learner_logp,
+        actor_logp=actor_logp,
+        mask=mask,
+        advantages=advantages,
+        lengths=lengths,
+        tokens=tokens,
+    )
+    gap = gap_of(**arrays)
     if not (isinstance(clip, int | float) and 0 < clip < 1):
         raise ValueError(f"clip is {clip!r}: use a number above 0 and below 1, such as 0.2")
-    if not (isinstance(most_error, int | float) and most_error >= 1):
-        raise ValueError(f"most_error is {most_error!r}: use a number from 1 up, such as 1.05")
     if isinstance(precision, int | float) and math.isfinite(precision):
         precision = float(precision)
     elif precision is not None and precision not in BITS_LEFT:
         raise ValueError(
             f"precision is {precision!r}: use one of {', '.join(BITS_LEFT)}, or a number of bits"
         )
-    used = read.mask
-    gap = Gap(
-        np.where(used, read.learner.values, 0.0),
-        np.where(used, read.actor.values, 0.0),
-        used,
-        step=max(read.learner.step, read.actor.step, FLOAT32_STEP),
-    )
-    return report_on(
-        gap,
-        read.advantages,
-        read.numbers,
-        has_mask="mask" in arrays,
-        clip=float(clip),
-        precision=precision,
-        most_error=float(most_error),
-    )
-
-
-# The numbers of the report.
-
-
-def report_on(
-    gap: Gap,
-    advantages: np.ndarray | None,
-    tokens: np.ndarray | None,
-    has_mask: bool,
-    clip: float,
-    precision: str | float | None,
-    most_error: float,
-) -> MismatchReport:
-    """The report on checked arrays."""
-    probabilities = ProbabilityGap.of(gap.learner[gap.mask], gap.actor[gap.mask])
-    log_ratio = gap.log_ratio[gap.mask]
-    excess = gap.excess[gap.mask]  # ratio - 1
-    spread = float(np.square(excess).mean())
-    horizon = Horizon.of(gap)
-    is_used = gap.mask.any(1)
-    by_sequence = gap.log_ratio.sum(1)[is_used]
-    lengths = gap.mask.sum(1)[is_used]
-    gap_without, fillers = without_fillers(gap)
-    symptoms = symptoms_of(gap_without, advantages, precision, tokens)
-    symptoms.sort(key=lambda symptom: -symptom.excess)
-    verdict, causes = judge(gap_without, symptoms)
-    notes = [*alarms_on(probabilities, most_error), *notes_on(gap)]
-    if verdict == "rounding" and precision is None and has_few_bits(gap_without):
+    rest, fillers = without_fillers(gap)
+    symptoms = symptoms_of(rest, precision)
+    verdict, causes = judge(rest, symptoms)
+    if verdict == "rounding" and precision is None and has_few_bits(rest):
         verdict = "rounding or bug"
-    if not has_mask and (fillers or share_of_zeros(gap) > MANY_ZEROS):
+    numbers = numbers_of(gap, float(clip))
+    notes = notes_on(gap, numbers["token_mult_prob_error"])
+    if "mask" not in arrays and (fillers or share_of_zeros(gap) > MANY_ZEROS):
         notes.append("note: there is no mask. Give a mask: padding and tool tokens out.")
-    if fillers and fillers.share == 0:
-        # Both programs have the same constants there, so they make no gap, but hide one.
-        notes.insert(0, f"note: {fillers.says}")
-        if not gap_without.mask.any():
-            notes.append(note_on_others(verdict, causes, gap_without))
-    elif fillers:
-        notes.append(note_on_others(verdict, causes, gap_without))
+    if fillers:
+        notes.append(note_on_others(verdict, causes, rest))
         verdict = "bug"
         causes = [fillers.kind]
         symptoms = [fillers, *symptoms]
-    above, below, dropped = clipped_shares(1 + excess, advantages, gap.mask, clip)
     return MismatchReport(
         verdict=verdict,
         kind=causes[0] if causes else "",
         causes=tuple(causes),
         symptoms=tuple(symptoms),
         precision="" if precision is None else str(precision),
-        bits=bits_of(gap),
-        sequences=gap.sequences,
-        tokens=len(log_ratio),
-        mean_length=float(lengths.mean()),
-        token_sample_size=kish(log_ratio),
-        sequence_sample_size=kish(by_sequence) if gap.sequences > 1 else math.nan,
-        p=1 / (1 + spread),
-        horizon=horizon.tokens,
-        horizon_low=horizon.low,
-        horizon_high=horizon.high,
-        token_horizon=horizon.of_tokens,
-        horizon_without_farthest=horizon.without_farthest,
-        horizons=float(lengths.mean()) / horizon.tokens,
-        kl_k1=float(-log_ratio.mean()),
-        kl_k3=float((excess - log_ratio).mean()),
-        mean_ratio=1 + float(excess.mean()),
-        mean_ratio_error=gap.mean_ratio_error,
-        smallest_ratio=1 + float(excess.min()),
-        largest_ratio=1 + float(excess.max()),
-        farthest=gap.farthest,
-        clip=clip,
-        has_advantages=advantages is not None,
-        clipped_above=above,
-        clipped_below=below,
-        clipped=dropped,
-        **probabilities._asdict(),
-        beyond_caps=beyond_caps(gap.log_ratio, gap.mask),
         notes=tuple(notes),
+        **numbers,
     )
 
 
-def kish(log_weights: np.ndarray) -> float:
-    """(sum w)^2 / (n sum w^2), Kish's effective sample size of n weights as a share of n."""
-    weights = np.exp(log_weights - log_weights.max())
-    return float(weights.sum() ** 2 / (len(weights) * np.square(weights).sum()))
+# The numbers of the report
 
 
-def clipped_shares(
-    ratio: np.ndarray, advantages: np.ndarray | None, mask: np.ndarray, clip: float
-) -> tuple[float, float, float]:
+def numbers_of(gap: Gap, clip: float) -> dict:
+    """The fields of the report that are numbers."""
+    learner_probs = np.exp(gap.flat.learner)
+    actor_probs = np.exp(gap.flat.actor)
+    log_ratio = gap.flat.log_ratio
+    excess = gap.flat.excess  # ratio - 1
+    is_used = gap.mask.any(1)
+    by_sequence = gap.log_ratio.sum(1)[is_used]
+    mean_length = float(gap.mask.sum(1)[is_used].mean())
+    horizon = Horizon.of(gap)
+    above, below, dropped = clipped_shares(gap, clip)
+    probs_difference = np.abs(learner_probs - actor_probs)
+    return {
+        "bits": bits_of(gap),
+        "sequences": gap.sequences,
+        "tokens": len(log_ratio),
+        "mean_length": mean_length,
+        "token_sample_size": kish(np.exp(log_ratio - log_ratio.max())),
+        "sequence_sample_size": (
+            kish(np.exp(by_sequence - by_sequence.max())) if gap.sequences > 1 else math.nan
+        ),
+        "horizon": horizon.tokens,
+        "horizon_low": horizon.low,
+        "horizon_high": horizon.high,
+        "token_horizon": horizon.of_tokens,
+        "horizons": mean_length / horizon.tokens,
+        "kl_k1": float(-log_ratio.mean()),
+        "kl_k3": float((excess - log_ratio).mean()),
+        "mean_ratio": 1 + float(excess.mean()),
+        "mean_ratio_error": gap.mean_ratio_error,
+        "smallest_ratio": 1 + float(excess.min()),
+        "largest_ratio": 1 + float(excess.max()),
+        "farthest": gap.farthest,
+        "clip": clip,
+        "clipped_above": above,
+        "clipped_below": below,
+        "clipped": dropped,
+        "token_mult_prob_error": float(np.exp(np.minimum(np.abs(log_ratio), LARGEST)).mean()),
+        "probs_diff_mean": float(probs_difference.mean()),
+        "probs_diff_max": float(probs_difference.max()),
+        "probs_correlation": pearson(learner_probs, actor_probs),
+        "logp_diff_mean": float(np.abs(log_ratio).mean()),
+        "logp_diff_max": float(np.abs(log_ratio).max()),
+        "stacks": stack_shares(gap),
+    }
+
+
+def pearson(x: np.ndarray, y: np.ndarray) -> float:
+    x = x - x.mean()
+    y = y - y.mean()
+    size = math.sqrt(float(x @ x) * float(y @ y))
+    return float(x @ y) / size if size > 0 else math.nan
+
+
+def clipped_shares(gap: Gap, clip: float) -> tuple[float, float, float]:
     """Shares of tokens that PPO's clip drops: those above, those below, and both of all tokens."""
-    is_above = ratio > 1 + clip
-    is_below = ratio < 1 - clip
-    if advantages is None:
+    is_above = 1 + gap.flat.excess > 1 + clip
+    is_below = 1 + gap.flat.excess < 1 - clip
+    if gap.advantages is None:
         return float(is_above.mean()), float(is_below.mean()), math.nan
-    is_good = advantages[mask] > 0
-    is_bad = advantages[mask] < 0
-    above = is_above & is_good
-    below = is_below & is_bad
+    advantages = gap.advantages[gap.mask]
+    above = is_above & (advantages > 0)
+    below = is_below & (advantages < 0)
     return (
-        float(above.sum() / max(is_good.sum(), 1)),
-        float(below.sum() / max(is_bad.sum(), 1)),
+        float(above.sum() / max((advantages > 0).sum(), 1)),
+        float(below.sum() / max((advantages < 0).sum(), 1)),
         float((above | below).mean()),
     )
 
 
-def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, list[str]]:
+# The verdict
+
+
+def judge(gap: Gap, symptoms: list[Seen]) -> tuple[str, list[str]]:
     """The verdict, and the kinds of bugs in order. `symptoms` begin with the strongest."""
     if not gap.log_ratio.any():
         return "exact", []
@@ -498,18 +481,7 @@ def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, list[str]]:
     return "bug", [kind for kind in VAGUE if kind in kinds][:1]
 
 
-def alarms_on(probabilities: ProbabilityGap, most_error: float) -> list[str]:
-    """A line if token_mult_prob_error is above its limit."""
-    error = probabilities.token_mult_prob_error
-    if error <= most_error:
-        return []
-    return [
-        f"alarm: token_mult_prob_error is {ratio_in_line(error)}, above the limit of "
-        f"{most_error:g} (--most-error; NeMo-RL's tests ask for less than 1.05)"
-    ]
-
-
-def is_mostly_a_tail(symptoms: list[Symptom]) -> bool:
+def is_mostly_a_tail(symptoms: list[Seen]) -> bool:
     """Whether a heavy tail, here and there, is by far the strongest symptom of place.
 
     Then the few tokens make sequences or positions differ by chance, too.
@@ -521,33 +493,37 @@ def is_mostly_a_tail(symptoms: list[Symptom]) -> bool:
 
 def has_few_bits(gap: Gap) -> bool:
     """Whether the gap is larger than arithmetic in common use makes it."""
-    size = np.abs(gap.log_ratio[gap.mask]).mean()
-    return bool(size > LITTLE) and robust_bits(gap) < COMMON_BITS
+    return np.abs(gap.flat.log_ratio).mean() > LITTLE and robust_bits(gap) < COMMON_BITS
 
 
 def note_on_others(verdict: str, causes: list[str], gap: Gap) -> str:
     """What the tokens that are no fillers look like."""
-    begin = f"note: without these tokens, {int(gap.mask.sum()):,} are left"
     if not gap.mask.any():
         return "note: no other tokens are left to judge"
+    bits = f"{max(bits_of(gap), 0):.1f} bits"
+    says = f": {verdict}"
     if verdict == "bug":
-        return f"{begin}, and they have a bug ({causes[0]}): {MEANING[causes[0]]}"
-    if verdict == "rounding":
-        return f"{begin}, and they look like rounding to {max(bits_of(gap), 0):.1f} bits"
-    if verdict == "rounding or bug":
-        return f"{begin}, with a gap as of {max(bits_of(gap), 0):.1f} bits: rounding or a bug"
-    return f"{begin}: {verdict}"
+        says = f", and they have a bug ({causes[0]}): {MEANING[causes[0]]}"
+    elif verdict == "rounding":
+        says = f", and they look like rounding to {bits}"
+    elif verdict == "rounding or bug":
+        says = f", with a gap as of {bits}: rounding or a bug"
+    return f"note: without these tokens, {gap.mask.sum():,} are left{says}"
 
 
 def share_of_zeros(gap: Gap) -> float:
     """The share of the tokens at which both log-probabilities are exactly 0."""
-    is_zero = gap.mask & (gap.learner == 0) & (gap.actor == 0)
-    return float(is_zero.sum() / gap.mask.sum())
+    return float(((gap.flat.learner == 0) & (gap.flat.actor == 0)).mean())
 
 
-def notes_on(gap: Gap) -> list[str]:
-    """Lines that say what limits the numbers of the report."""
+def notes_on(gap: Gap, error: float) -> list[str]:
+    """Lines that say what limits the numbers of the report. `error` is token_mult_prob_error."""
     notes = []
+    if error > MOST_ERROR:
+        notes.append(
+            f"alarm: token_mult_prob_error is {ratio_in_line(error)}, above the limit of "
+            f"{MOST_ERROR:g} (NeMo-RL's tests ask for less)"
+        )
     if gap.sequences == 1:
         notes.append("note: of one sequence there is no sample size of sequences")
     elif gap.sequences < FEW_SEQUENCES:

@@ -1,0 +1,228 @@
+"""What RL stacks do about the gap between learner and actor: one table of their rules.
+
+A stack may weigh a token by its ratio pi / mu, so that the mean gradient is the learner's. Large
+ratios are then truncated, or the token or its whole sequence is dropped. `RULES` has a row for what
+each stack does by default, and for each of its corrections. The rules were read in the stacks'
+sources. On random ratios, the functions of TRL, verl, OpenRLHF and AReaL gave the same weights;
+those of NeMo-RL were not run. sequences/corrections.py trains small policies by some of these rows.
+
+Three ratios of a sequence are in use, and they differ widely. A long sequence may have a ratio of
+1.1 at each of 100 tokens. The ratio of a token is then 1.1, and so is their geometric mean, but
+their product is 14,000.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .gap import LARGEST, Gap, kish
+
+# What a bound is compared with, or what a token is weighed by.
+NONE = "none"
+TOKEN = "ratio"
+PRODUCT = "product of ratios"  # over the tokens of the sequence that count
+MEAN = "geometric mean of ratios"
+# What happens beyond a bound.
+DROP = "drop"
+TRUNCATE = "truncate"
+TIE = 1e-9  # by which the logarithm of a ratio that is a bound may miss that of the bound
+CLIP = "clip"  # as PPO's: the gradient is 0 beyond the bound on the side of the advantage
+
+
+class Rule(NamedTuple):
+    """What a stack does to the tokens of a dump, with some setting.
+
+    `stack`, `setting`  in the words of the stack
+    `weight`            what a token is weighed by: NONE, TOKEN, PRODUCT or MEAN
+    `gate`              what the bounds are compared with, the same
+    `action`            what happens beyond a bound: DROP, TRUNCATE, CLIP or NONE
+    `lower`, `upper`    the bounds
+    `dual`              of a clip: above it, tokens of negative advantage have no gradient either
+    """
+
+    stack: str = ""
+    setting: str = ""
+    weight: str = NONE
+    gate: str = NONE
+    action: str = NONE
+    lower: float = 0.0
+    upper: float = math.inf
+    dual: float = math.inf
+
+
+# The releases that were read. verl's asynchronous recipes are fully_async_policy and
+# one_step_off_policy.
+VERSIONS = {
+    "trl": "TRL 1.16.0, GRPOTrainer",
+    "verl": "verl 0.9.1",
+    "trl-async": "TRL 1.16.0, async_grpo",
+    "verl-async": "verl 0.9.1, asynchronous",
+    "openrlhf": "OpenRLHF 0.11.2",
+    "areal": "AReaL 1.0.4",
+    "nemo-rl": "NeMo-RL 0.7.0",
+}
+# The first row of a stack is its default.
+RULES = (
+    Rule("trl", "use_vllm=True", PRODUCT, PRODUCT, DROP, upper=3.0),
+    Rule("trl", "vllm_importance_sampling_correction=False"),
+    Rule("verl", "rollout_correction.rollout_is=null"),
+    Rule("verl", "rollout_is=token", TOKEN, TOKEN, TRUNCATE, upper=2.0),
+    Rule("verl", "rollout_is=sequence", PRODUCT, PRODUCT, TRUNCATE, upper=2.0),
+    Rule("trl-async", "epsilon=0.2", TOKEN, TOKEN, CLIP, 0.8, 1.2),
+    Rule("verl-async", "rollout_correction.bypass_mode=true", TOKEN, TOKEN, CLIP, 0.8, 1.2, 3.0),
+    Rule("verl-async", "bypass_mode=false"),
+    Rule("openrlhf", "is_correction_level=off"),
+    Rule("openrlhf", "is_correction_level=token", TOKEN, TOKEN, DROP, 0.5, 5.0),
+    Rule("openrlhf", "is_correction_level=seq", TOKEN, MEAN, DROP, 0.5, 5.0),
+    Rule("openrlhf", "is_correction_level=token, mode=clip", TOKEN, TOKEN, TRUNCATE, 0.5, 5.0),
+    Rule("areal", "use_decoupled_loss=False, eps_clip=0.2", TOKEN, TOKEN, CLIP, 0.8, 1.2),
+    Rule("areal", "use_decoupled_loss=True"),
+    Rule("areal", "decoupled, rejection_sampling", TOKEN, TOKEN, DROP, upper=5.0),
+    Rule("areal", "the same, rejection_sampling.level=sequence", MEAN, MEAN, DROP, upper=5.0),
+    Rule("nemo-rl", "use_importance_sampling_correction=false"),
+    Rule("nemo-rl", "use_importance_sampling_correction=true", TOKEN),
+    Rule("nemo-rl", "prorlv2.v2.yaml: icepop", TOKEN, TOKEN, DROP, 0.5, 5.0),
+)
+
+
+def rule_of(stack: str, setting: str) -> Rule:
+    (rule,) = (x for x in RULES if (x.stack, x.setting) == (stack, setting))
+    return rule
+
+
+def weigh(
+    rule: Rule,
+    log_ratio: torch.Tensor,
+    advantage: torch.Tensor | None,
+    dim: int,
+    counts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The weight of each token, which tokens are dropped, and which are truncated.
+
+    `log_ratio`  log pi / mu, of any shape. `dim` is its dimension of tokens in a sequence
+    `advantage`  of a shape that fits, or None: then a clip drops nothing
+    `counts`     the number of tokens of each sequence, in a shape that fits; the default is all of
+                 them, where fewer count, `log_ratio` is 0 at the others
+    """
+    total = log_ratio.sum(dim, keepdim=True)
+    count = log_ratio.shape[dim] if counts is None else counts
+    statistic = {
+        NONE: torch.zeros_like(log_ratio),
+        TOKEN: log_ratio,
+        PRODUCT: total.expand_as(log_ratio),
+        MEAN: (total / count).expand_as(log_ratio),
+    }
+    weight = statistic[rule.weight].clamp(-LARGEST, LARGEST).exp()
+    gate = statistic[rule.gate]
+    is_above = gate > math.log(rule.upper) + TIE
+    is_below = gate < (math.log(rule.lower) if rule.lower > 0 else -math.inf) - TIE
+    nothing = torch.zeros_like(is_above)
+    is_dropped = nothing
+    is_truncated = nothing
+    if rule.action == DROP:
+        is_dropped = is_above | is_below
+    elif rule.action == TRUNCATE:
+        is_truncated = is_above | is_below
+        weight = weight.clamp(rule.lower, rule.upper)
+    elif rule.action == CLIP and advantage is not None:
+        is_beyond = is_below | (gate > math.log(rule.dual) + TIE)
+        is_dropped = (is_above & (advantage > 0)) | (is_beyond & (advantage < 0))
+    return torch.where(is_dropped, 0, weight), is_dropped, is_truncated
+
+
+# What the rules do to a dump
+
+
+class StackShare(NamedTuple):
+    """What a rule does to a dump.
+
+    `stack`, `setting`      in the words of the stack
+    `unit`                  what its bounds are of: tokens or sequences
+    `dropped`, `truncated`  shares of them that have no gradient, and whose weight is the bound. NaN
+                            of a clip without advantages, by whose sign it drops tokens
+    `mean_weight`           of the tokens, 0 of those that are dropped: the gradient is so much
+                            larger or smaller
+    `sample_size`           Kish's effective sample size that is left, as a share of all tokens, or
+                            of all sequences where all tokens of one weigh the same; NaN if nothing
+                            is left
+    """
+
+    stack: str
+    setting: str
+    unit: str
+    dropped: float
+    truncated: float
+    mean_weight: float
+    sample_size: float
+
+    @classmethod
+    def of(cls, rule: Rule, gap: Gap) -> "StackShare":
+        log_ratio = torch.from_numpy(gap.log_ratio)
+        counts = torch.from_numpy(gap.mask.sum(1, keepdims=True)).clamp(min=1)
+        advantages = None if gap.advantages is None else torch.from_numpy(gap.advantages)
+        arrays = weigh(rule, log_ratio, advantages, 1, counts)
+        weight, is_dropped, is_truncated = (x.numpy() for x in arrays)
+        is_known = rule.action != CLIP or advantages is not None
+        tokens = gap.mask
+        sequences = np.flatnonzero(gap.mask.any(1)), gap.mask.argmax(1)[gap.mask.any(1)]
+        among = tokens if rule.gate in (NONE, TOKEN) else sequences
+        return cls(
+            stack=rule.stack,
+            setting=rule.setting,
+            unit="tokens" if among is tokens else "sequences",
+            dropped=float(is_dropped[among].mean()) if is_known else math.nan,
+            truncated=float(is_truncated[among].mean()),
+            mean_weight=float(weight[tokens].mean()),
+            sample_size=kish(weight[sequences if rule.weight in (PRODUCT, MEAN) else tokens]),
+        )
+
+
+def stack_shares(gap: Gap) -> tuple[StackShare, ...]:
+    """What each rule of RULES does to a dump."""
+    return tuple(StackShare.of(rule, gap) for rule in RULES)
+
+
+def caps_line(shares: tuple[StackShare, ...]) -> str:
+    """What share of the tokens or sequences lies beyond the bounds of each stack's correction.
+
+    That is the first of its rules that drops or truncates, with the stack's own numbers.
+    """
+    texts = {}
+    for rule, share in zip(RULES, shares, strict=True):
+        if rule.action in (DROP, TRUNCATE) and rule.stack not in texts:
+            lower = f"outside {rule.lower:g} to" if rule.lower > 0 else "above"
+            beyond = share.dropped + share.truncated
+            text = f"{rule.stack} {beyond:.2%} of the {share.unit} ({lower} {rule.upper:g})"
+            texts[rule.stack] = text
+    return f"beyond the caps of stacks: {', '.join(texts.values())}"
+
+
+def stack_table(shares: tuple[StackShare, ...]) -> str:
+    """A line for each rule. The first one of a stack is its default."""
+    head = "stack", "setting", "drops", "truncates", "of the", "mean weight", "sample size left"
+    rows = [head]
+    for share in shares:
+        stack = VERSIONS[share.stack]
+        is_default = stack not in {row[0] for row in rows}
+        rows.append(
+            (
+                stack,
+                share.setting + " (default)" * is_default,
+                percent(share.dropped),
+                percent(share.truncated),
+                share.unit,
+                f"{share.mean_weight:.3g}",
+                percent(share.sample_size),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def percent(share: float) -> str:
+    return "-" if math.isnan(share) else f"{share:.2%}"
