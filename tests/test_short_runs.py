@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from fp8rl.bits import Doctor, mismatch
 from fp8rl.build import build, build_population
 from fp8rl.config import EIGHT_BIT, Config
+from fp8rl.doctor import Doctor, mismatch
 from fp8rl.machine import Machine
 from fp8rl.train import train
 
