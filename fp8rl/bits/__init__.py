@@ -10,14 +10,14 @@ import importlib
 # The module of each name. It is imported when the name is used for the first time, because
 # notation.py must be readable without torch and NumPy.
 MODULES = {
-    "Doctor": "fp8rl.doctor.doctor",
+    "Doctor": "fp8rl.doctor",
     "Format": "fp8rl.bits.formats",
     "LowBitAdam": "fp8rl.bits.low_bit_adam",
     "MismatchReport": "fp8rl.doctor.mismatch",
     "PlaceFormat": "fp8rl.bits.places",
     "Places": "fp8rl.bits.places",
     "format_of": "fp8rl.bits.formats",
-    "mismatch": "fp8rl.doctor.mismatch",
+    "mismatch": "fp8rl.doctor",
     "places_of": "fp8rl.bits.places",
 }
 __all__ = [*MODULES]
