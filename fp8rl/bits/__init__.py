@@ -17,7 +17,7 @@ MODULES = {
     "PlaceFormat": "fp8rl.bits.places",
     "Places": "fp8rl.bits.places",
     "format_of": "fp8rl.bits.formats",
-    "mismatch": "fp8rl.doctor",
+    "mismatch": "fp8rl.doctor.mismatch",
     "places_of": "fp8rl.bits.places",
 }
 __all__ = [*MODULES]
