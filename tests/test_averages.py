@@ -252,7 +252,9 @@ def test_sums_of_gradients_are_followed_in_few_bits(kind):
     accumulate(model, optimizer, 32, **options)
     low, exact = doctor.report()
     assert low.rate == pytest.approx(rate, rel=1e-3, nan_ok=True) and part in low.why
-    assert (exact.rate, exact.noise) == pytest.approx((1 + 0 * rate, 0 * rate), abs=1e-5, nan_ok=True)
+    assert (exact.rate, exact.noise) == pytest.approx(
+        (1 + 0 * rate, 0 * rate), abs=1e-5, nan_ok=True
+    )
 
 
 def test_sums_are_kept_in_few_bits_from_the_second_step_on():
