@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from fp8rl.doctor.real_optimizers import CATALOGUE, read_real_optimizer
 from helpers import refused
 from torch import nn
 
