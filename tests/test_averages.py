@@ -97,32 +97,6 @@ def by_hand(model):
     return after
 
 
-def average_of_another(model):
-    """A Polyak average of a network that no optimizer trains."""
-    other = QNetwork()
-    average = target_network(other, 0.05)
-
-    def after(model):
-        for p in other.parameters():
-            p.data += 0.01 * torch.randn_like(p)
-        average(other)
-
-    return after
-
-
-def delayed(model):
-    """Snapshots of the weights, five steps old."""
-    snapshots = [copy.deepcopy(model) for _ in range(5)]
-    oldest = copy.deepcopy(model)
-
-    def after(model):
-        move(oldest, snapshots[0], 1.0)
-        snapshots.append(snapshots.pop(0))
-        move(snapshots[-1], model, 1.0)
-
-    return after
-
-
 with_options = functools.partial
 ema = with_options(averaged_model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.99))
 plain_ema = with_options(averaged_model, avg_fn=swa_utils.get_ema_avg_fn(0.99))
@@ -139,8 +113,6 @@ AVERAGES = {  # what is beside the model, updates, after how many it moves, what
     "twin": (twin, 120, 1, []),
     "by hand": (by_hand, 120, 1, []),
     "copy": (with_options(target_network, tau=1.0), 120, 2, []),
-    "average of another": (average_of_another, 120, 1, []),
-    "snapshots": (delayed, 120, 1, []),
 }
 
 

@@ -332,8 +332,8 @@ def test_entries_that_cannot_be_read_are_refused(text):
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["keep", "model=bf16 weights=bf16", "train.py"], "leave out one"),
-        (["keep", "model=bf16 optimizer=torch.optim:Adam", "train.py"], "one real optimizer"),
+        (["keep", "model=bf16 weights=bf16", __file__], "leave out one"),
+        (["keep", "model=bf16 optimizer=torch.optim:Adam", __file__], "one real optimizer"),
         *((["watch", "--list"], f"optimizer={name} ") for name in CATALOGUE),
     ],
 )
