@@ -235,6 +235,7 @@ def test_skipped_steps_scaled_losses_and_a_loaded_state_make_no_difference(fused
         if update == 40:
             state = optimizer.state_dict()
             state["state"][0]["step"] += 1000
+            state["state"][0]["exp_avg_sq"].mul_(4)
             optimizer.load_state_dict(state)
     assert_same_moments(doctor)
     assert optimizer.state[weight]["step"] == 1057
@@ -645,18 +646,12 @@ def test_averages_are_followed_as_if_they_were_kept_in_few_bits(lr, tau, words):
 
 def test_a_look_at_another_loss_is_refused():
     model = network()
-    x = torch.randn(8, 4)
     optimizer = adam(model)
-    doctor = Doctor(optimizer)
-    without_products = Doctor(optimizer, formats=("forward=bf16",))
-    with pytest.raises(ValueError, match=r"^loss has another gradient"):
-        for _ in range(40):
-            doctor.look(lambda: model(torch.randn(8, 4)).square().mean())
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-    with pytest.raises(ValueError, match=r"^loss or policy has no matmul"):
-        without_products.look(lambda: model[0].weight.sum())
+    doctor = Doctor(optimizer, formats=("forward=bf16",))
+    fit(model, optimizer, 32)
+    refused("loss has no matmul", doctor.look, lambda: model[0].weight.sum())
+    doctor.look(lambda: model(torch.ones(8, 4)).square().mean())
+    refused("loss has another gradient than the training", fit, model, optimizer, 1)
 
 
 # Which optimizers and trainings are judged
@@ -698,22 +693,17 @@ def test_other_optimizers_are_judged_by_their_weights_or_not_at_all(name):
     assert not only_moments and part in str(only_moments)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_networks_that_learn_in_turn_are_judged_by_the_steps_and_not_by_how_they_are_left(count):
-    """As those of a GAN, each switched off while the other steps; with one optimizer or two."""
-    models = [network(0), network(1)]
-    optimizers = [adam(model) for model in models]
-    if count == 1:
-        optimizers = 2 * [adam(nn.ModuleList(models))]
-    doctor = Doctor(*optimizers[:count], formats=("m=bf16",))
-    for _ in range(40):
-        for one, other in ((0, 1), (1, 0)):
-            models[one].requires_grad_(True)
-            models[other].requires_grad_(False)
-            fit(models[one], optimizers[one], 1)
-    models[1].requires_grad_(False)
-    report = doctor.report()
-    assert len(report) == count and all(finding.is_fine for finding in report)
+def test_networks_that_learn_in_turn_are_judged_by_their_steps_and_not_by_how_they_are_left():
+    """As those of a GAN, each switched off while the other steps; with one optimizer for both."""
+    models = nn.ModuleList([network(0), network(1)])
+    optimizer = adam(models)
+    doctor = Doctor(optimizer, formats=("m=bf16",))
+    for update in range(80):
+        models[update % 2].requires_grad_(True)
+        models[1 - update % 2].requires_grad_(False)
+        fit(models[update % 2], optimizer, 1)
+    models.requires_grad_(False)
+    assert doctor.report()[0].is_fine
 
 
 def fill_with_nan(model, optimizer) -> None:
