@@ -741,108 +741,6 @@ def test_a_run_of_this_package_is_not_changed():
     assert found["observations=e2m1"].noise > 0.01 < found["targets=e8m0"].noise
 
 
-# Policies that act
-
-
-def test_an_acting_policy_is_judged_by_its_importance_ratios():
-    policy, obs = nn.Linear(4, 3), torch.randn(2000, 4)
-    watching = Doctor(adam(policy), formats=["acting=fp32", "acting=bf16", "acting=e8m0"])
-    actions = policy(obs).softmax(-1).multinomial(1)
-    generator = torch.get_rng_state()
-
-    def logp():
-        return policy(obs).log_softmax(-1).gather(1, actions)
-
-    watching.act(logp)
-    assert torch.equal(torch.get_rng_state(), generator)
-    exact, bf16, coarse = watching.report()
-    assert (exact.sample_size, exact.divergence) == (1, 0) and exact.is_fine and bf16.is_fine
-    form = places_of("forward=e8m0")["forward"]
-    low_obs = form(obs.reshape(1, -1)).view_as(obs)
-    low_weight = form(policy.weight.detach().reshape(1, -1)).view(3, 4)
-    low = (nn.functional.linear(low_obs, low_weight) + policy.bias).log_softmax(-1)
-    log_ratio = logp() - low.gather(1, actions)  # of the learner to the actor
-    spread = (log_ratio.exp() + (-log_ratio).exp() - 2).mean().item()
-    assert coarse.sample_size == pytest.approx(1 / (1 + spread), rel=1e-4)
-    assert coarse.sample_size == pytest.approx(1 / log_ratio.exp().mean().item(), abs=0.02)
-    assert coarse.divergence == pytest.approx(log_ratio.mean().item(), abs=1e-5)
-    watching.stop()
-    watching.act(logp)
-    assert len(watching.looks_at_acting) == 1
-
-
-@pytest.mark.parametrize(
-    ("size", "length", "verdict", "why"),
-    [
-        (1.0, 1e6, "as float32", "its ratios are all 1"),
-        (0.999, 32, "as float32", "about 105 tokens; sequences of 32 are 0.3 times as long"),
-        (0.999, 105, "not judged", "sequences of 105 are 1 times as long"),
-        (0.999, 500, "too noisy", "sequences of 500 are 4.7 times as long"),
-        (0.0, 1, "too noisy", "its probabilities are no numbers"),
-    ],
-)
-def test_an_acting_policy_is_fine_for_sequences_shorter_than_its_horizon(
-    size, length, verdict, why
-):
-    finding = doctor.judge_acting("acting=bf16", [doctor.ActingLook(size, 0.0, length)])
-    assert finding.verdict == verdict and why in finding.why
-    if 0 < size < 1:
-        assert size**finding.horizon == pytest.approx(0.9)
-
-
-def test_the_same_actions_are_one_sequence_or_many():
-    policy, obs = nn.Linear(4, 3), torch.randn(64, 32, 4)
-    actions = policy(obs).softmax(-1).flatten(0, 1).multinomial(1).view(64, 32, 1)
-
-    def logp():
-        return policy(obs).log_softmax(-1).gather(-1, actions)[..., 0]
-
-    def finding_of(logp, *mask):
-        watching = Doctor(adam(policy), formats=["acting=e8m1"])
-        watching.act(logp, *mask)
-        return watching.report()[0]
-
-    flat = finding_of(lambda: logp().flatten())
-    rows = finding_of(logp)
-    groups = finding_of(lambda: logp().view(8, 8, 32))
-    assert flat.sample_size == pytest.approx(rows.sample_size)
-    assert flat.sample_size == pytest.approx(groups.sample_size)
-    assert "sequences of 1 are" in flat.why and "sequences of 32 are" in rows.why
-    assert groups.why == rows.why
-    mask = torch.arange(32).expand(64, -1) < 8
-    short = finding_of(logp, mask)
-    assert short.why == finding_of(lambda: logp()[:, :8]).why
-    refused(r"mask has the shape \[64, 31\]", finding_of, logp, mask[:, 1:])
-
-
-def test_an_acting_policy_with_dropout_no_actions_or_no_numbers():
-    layer = nn.Linear(4, 3)
-    policy, obs = nn.Sequential(layer, nn.Dropout(0.5)), torch.randn(64, 4)
-    watching = Doctor(adam(policy), formats=["acting=fp32"])
-    watching.act(lambda: policy(obs[:0]))
-    assert watching.report() == []
-    watching.act(lambda: policy(obs).log_softmax(-1)[:, 0])
-    assert watching.report()[0].sample_size == 1  # the same units are dropped
-    watching.act(lambda: torch.where(policy(obs).isnan(), 0.0, torch.nan)[:, 0])
-    assert watching.report()[0].sample_size == 0.5
-    assert watching.report()[0].verdict == "too noisy"
-
-
-def test_a_policy_that_is_nearly_certain_and_in_few_bits_a_coin_flip():
-    layer, obs = nn.Linear(4, 3), torch.randn(64, 4)
-
-    def logp():
-        in_few_bits = torch.overrides._get_current_function_mode()
-        return 0 * layer(obs)[:, 0] + (np.log(0.5) if in_few_bits else 0.0)
-
-    coin = Doctor(adam(layer), formats=["acting=e8m0"])
-    coin.act(logp)
-    assert (
-        coin.report()[0].sample_size == pytest.approx(0.5)
-        and coin.report()[0].verdict == "too noisy"
-    )
-
-
 # Which optimizers and trainings are judged
 
 
@@ -1154,7 +1052,6 @@ REFUSED = {
     "optimizer is 'alpha'": lambda: formats("m=bf16").look(None, "alpha"),
     "m=fp16 was not watched: .* Adam": lambda: formats("m=bf16").report().require("m=fp16"),
     "forward=bf16 was not watched: .* look": lambda: formats().report().require("forward=bf16"),
-    "acting=bf16 was not watched: .* act": lambda: formats().report().require("acting=bf16"),
     "target=bf16 was not watched: .* follow": lambda: formats().report().require("target=bf16"),
     "formats has 'targets=e8m0:stochastic'": lambda: watch(
         build(small(steps=2_048)), ["targets=e8m0:stochastic"]

@@ -16,7 +16,6 @@ from ..bits.notation import OPERANDS, TOLERATES, check_tolerance
 # command must not import torch before the script does.
 FILES = {
     "AVERAGES": "averages",
-    "ActingLook": "acting_look",
     "Doctor": "doctor",
     "FORMATS": "doctor",
     "Finding": "findings",
@@ -33,7 +32,6 @@ FILES = {
     "WindowSums": "sample",
     "innermost_optimizer": "doctor",
     "mismatch": "..dumps.mismatch",
-    "judge_acting": "acting_look",
     "noise_of": "sample",
     "optimizer_inside": "doctor",
     "rate_of": "sample",

@@ -16,13 +16,6 @@ The rates come from the updates that the training makes anyway, on a sample of e
 Running averages, such as target networks, can be followed, too (averages.py), and so can sums of
 gradients over micro-batches (gradient_sums.py).
 
-A policy mu that acts in few bits learns nothing. It only takes other actions, and the ratios
-pi / mu to float32's policy pi correct for that. It is judged by the effective sample size of these
-ratios as a share of the actions, p = 1 / E_mu[(pi / mu)^2] = 1 / E_pi[pi / mu], estimated from
-actions of pi. Ratios of a sequence multiply, so whole sequences of N actions have a share of about
-p^N. The horizon H = ln 0.9 / ln p is the length at which this share is 0.9. If sequences are
-shorter than its horizon, a policy is said to act as float32's.
-
 A place and its format are written as in Config's field `formats` (places.py): "weights=bf16",
 "v=e4m3:unscaled", "root=e4m3:stochastic". Adam's step is taken from the moments after they are
 rounded, with the word `stored` or without it.
@@ -32,7 +25,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -47,11 +39,10 @@ from ..bits.notation import (
     check_tolerance,
 )
 from ..bits.places import PlaceFormat, places_of
-from .acting_look import ActingLook, judge_acting
 from .averages import AVERAGES, Average
 from .findings import Finding, Report, with_cures
 from .low_bit_gradients import LENGTH as LOOK_LENGTH
-from .low_bit_gradients import Operands, with_same_random_numbers
+from .low_bit_gradients import Operands
 from .real_optimizers import is_real, read_real_optimizer
 from .sample import tensor_names
 from .verdicts import judge, listed
@@ -86,8 +77,6 @@ FORMATS = (
     "backward=e5m2:unscaled",
     "backward=e4m3",
     "backward=e4m3:unscaled",
-    "acting=bf16",
-    "acting=e4m3",
 )
 
 
@@ -178,15 +167,12 @@ class Doctor:
         self.tolerates = check_tolerance(tolerates)
         real = [read_real_optimizer(text) for text in self.formats if is_real(text)]
         emulated = [text for text in self.formats if not is_real(text)]
-        entries = [read_format(text, (*STATE, *SUMS, *OPERANDS, "acting")) for text in emulated]
+        entries = [read_format(text, (*STATE, *SUMS, *OPERANDS)) for text in emulated]
         self.operands: dict[str, Operands] = {}
-        self.acting: dict[str, Operands] = {}
         state = []
         for place, form, text in entries:
             if place in OPERANDS:
                 self.operands[text] = Operands(**{place: form})
-            elif place == "acting":
-                self.acting[text] = Operands(forward=form)
             else:
                 state.append((place, form, text))
         modules = [model] if isinstance(model, nn.Module) else [*model]
@@ -211,7 +197,6 @@ class Doctor:
                 watched_one.hooks += self.copies[name].install(optimizer)
         self.real = [entry.text for entry in real]
         self.averages: dict[str, Average] = {}
-        self.looks_at_acting: list[list[ActingLook]] = []  # for each call of `act`, by format
 
     @classmethod
     def of(cls, model, **options) -> "Doctor":
@@ -280,54 +265,6 @@ class Doctor:
             )
         if losses and self.is_watching:
             chosen[0].looks.look({"": loss, **losses})
-
-    @torch.no_grad()
-    def act(
-        self, logp: Callable[[], torch.Tensor], mask: torch.Tensor | np.ndarray | None = None
-    ) -> None:
-        """Judges a policy that acts in few bits. Call it now and then.
-
-            >>> policy, obs = torch.nn.Linear(4, 2), torch.randn(8, 16, 4)
-            >>> actions = torch.ones(8, 16, 1).long()
-            >>> doctor = Doctor(torch.optim.Adam(policy.parameters()))
-            >>> doctor.act(lambda: policy(obs).log_softmax(-1).gather(-1, actions)[..., 0])
-            >>> doctor.report().require("acting=bf16")
-
-        `logp`  a function that returns the log-probabilities of actions that the policy took, as
-                the policy computes them now, [sequences, tokens]. The last dimension runs along a
-                sequence, and the dimensions before it count sequences. A single dimension counts
-                sequences of one token.
-        `mask`  the tokens that count, a tensor of the same shape; the default is all tokens
-
-        The finding has the horizon. That is the number of tokens after which the weights of
-        sequences, by which one would correct for the actor, have lost a tenth of their sample size.
-        The policy is "as float32" if the sequences are clearly shorter than the horizon, and "too
-        noisy" if they are clearly longer. Too noisy means that weights of whole sequences are
-        uneven. A learner that does not correct for the actor is mostly not harmed. A learner that
-        clips or masks by pi / mu is biased, because it drops tokens for the arithmetic of the actor
-        and not for what was learned.
-
-        Raises ValueError for a mask of another shape.
-        """
-        if not (self.acting and self.is_watching):
-            return
-        device = self.watched[0].device
-        exact = with_same_random_numbers(device, logp).double().cpu()
-        used = torch.ones_like(exact).bool() if mask is None else torch.as_tensor(mask).cpu().bool()
-        if used.shape != exact.shape:
-            raise ValueError(
-                f"mask has the shape {[*used.shape]}: give that of logp, {[*exact.shape]}"
-            )
-        if not used.any():
-            return
-        lengths = (used if used.dim() > 1 else used.reshape(-1, 1)).sum(-1)
-        length = float(lengths[lengths > 0].double().mean())
-        look = []
-        for mode in self.acting.values():
-            low = with_same_random_numbers(device, partial(mode.within, logp))
-            log_ratio = exact - low.double().cpu()  # log pi / mu
-            look.append(ActingLook.of(log_ratio[used].numpy(), length))
-        self.looks_at_acting.append(look)
 
     def follow(
         self,
@@ -403,9 +340,6 @@ class Doctor:
                     f"{watched.name}: only its weights are judged: "
                     "moments are followed of Adam and AdamW without amsgrad"
                 )
-        if self.looks_at_acting:
-            looks = zip(self.acting, zip(*self.looks_at_acting, strict=True), strict=True)
-            report += [judge_acting(text, look) for text, look in looks]
         for average in self.averages.values():
             report += average.findings("average", self.tolerates)
         return report

@@ -21,9 +21,8 @@ DRIFTING = 0.01
 class Finding(NamedTuple):
     """The result for one place and format in one optimizer.
 
-    `optimizer`  name of the optimizer; "average" for a running average, "policy" for a policy that
-                 acts in few bits
-    `place`      weights, m, v, root, grad, forward, backward, acting, one of the `others` of a
+    `optimizer`  name of the optimizer; "average" for a running average
+    `place`      weights, m, v, root, grad, forward, backward, one of the `others` of a
                  look, or the name of an average
     `format`     the format with the words after it
     `rate`       the factor by which few bits multiply the learning rate, over the whole training
@@ -61,10 +60,6 @@ class Finding(NamedTuple):
     `contributions`, `share_left`
                  of a sum of gradients: how many gradients a step adds up, and which share of
                  float32's sum is left in few bits. NaN for other places.
-    `sample_size`, `divergence`, `horizon`
-                 of a policy that acts in few bits, which has no rate: the effective sample size of
-                 a token's ratio, KL(pi || mu) of a token, and the number of tokens after which the
-                 weights of sequences have lost a tenth of their sample size. NaN for other places.
     `error`      the standard error of `rate`: how far it may be off because only a sample of the
                  numbers is followed, and because stochastic rounding is noisy. NaN if not known.
     `tensor_errors`
@@ -98,18 +93,15 @@ class Finding(NamedTuple):
     tensor_bytes: dict[str, float] = {}
     contributions: float = math.nan
     share_left: float = math.nan
-    sample_size: float = math.nan
-    divergence: float = math.nan
-    horizon: float = math.nan
     error: float = math.nan
     tensor_errors: dict[str, float] = {}  # a default that nobody changes
 
     @classmethod
-    def without_rates(cls, optimizer: str, text: str, verdict: str, why: str, **fields):
+    def without_rates(cls, optimizer: str, text: str, verdict: str, why: str):
         """The finding for a place and format of which no rate is known."""
         place, form = split_entry(text)
         nan = math.nan
-        return cls(optimizer, place, form, nan, nan, nan, nan, nan, {}, verdict, why, **fields)
+        return cls(optimizer, place, form, nan, nan, nan, nan, nan, {}, verdict, why)
 
     @property
     def text(self) -> str:
@@ -210,8 +202,6 @@ def remedy_for(text: str) -> str:
         return ", and use Adam"
     if place in SUMS:
         return ", and use Adam or SGD"
-    if place == "acting":
-        return ", and call the doctor's act"
     if place in OPERANDS:
         return ", and call the doctor's look with the loss of an Adam"
     return ", or call the doctor's look or follow for it"

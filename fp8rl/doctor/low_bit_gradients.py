@@ -110,8 +110,7 @@ class Operands(TorchFunctionMode):
             result = function()
         if not self.seen:
             raise ValueError(
-                "loss or policy has no matmul that can be rounded: leave out forward, "
-                "backward and acting"
+                "loss has no matmul that can be rounded: leave out forward and backward"
             )
         return result
 

@@ -10,11 +10,10 @@ import torch
 
 from ..bits.notation import split_entry
 from ..bits.places import PlaceFormat
-from ..distribution import distribution_of
 from ..doctor import Doctor, Through, read_format
 from ..losses import Measured, Targets, vtrace_fast
 from ..rollout import Rollout
-from ..train import Immediate, Learner, Run, Updated, forward_pass
+from ..train import Immediate, Learner, Run, Updated
 
 SHOWN = ("observations", "targets")  # places that a doctor can judge only by a learner's loss
 
@@ -73,16 +72,6 @@ class WatchedLearner(Learner):
     def watch(self, rollout: Rollout) -> None:
         for learner in self.low_bit_learners.values():
             learner.newest = rollout
-        rollout_here = rollout.to(self.device)
-
-        def logp() -> torch.Tensor:
-            with self.precision.autocast():
-                outputs, _ = forward_pass(self.model, rollout_here)
-            policy = distribution_of(rollout_here.action)(outputs[:-1])
-            return policy.log_prob(rollout_here.action).T  # [N, T]
-
-        with self.precision.matmul_mode():
-            self.doctor.act(logp, rollout_here.valid.T)
         super().watch(rollout)
 
     def update(self, batch: Rollout) -> Updated:
