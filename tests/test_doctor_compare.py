@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fp8rl.doctor.verdicts import SEVERITY
+from fp8rl.doctor.findings import WORDS
 from helpers import PATIENCE
 
 from fp8rl.doctor import command as doctor
@@ -245,7 +245,7 @@ def test_words_claim_a_loss_or_none_or_neither(words, claim):
 
 
 def test_the_worst_word_of_several_optimizers_counts():
-    assert [*CLAIMS] == [NOT_JUDGED, *SEVERITY]
+    assert [*CLAIMS] == [NOT_JUDGED, *WORDS]
     findings = [FINDINGS[0] | {"verdict": word} for word in ("slower", "stalls", "faster")]
     report = {"optimizers": [{"findings": [finding]} for finding in findings]}
     assert compare.words_of(report)["weights=bf16"].word == "stalls"
