@@ -29,22 +29,21 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from files import Journal, chosen, last_line, table_of
+from twin import FASTEST, PARTS, SLOWEST, ruler_of
 
 from fp8rl.build import build, build_population
 from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
+from fp8rl.doctor import Doctor
 from fp8rl.model import parameters_in_order
 from fp8rl.study import figures
 from fp8rl.study.statistics import is_failure, share_lost
-from fp8rl.study.watched_run import watched
 from fp8rl.train import train
 
 RESULTS = Path(__file__).parent / "results"
 WATCHED = 900  # the seed of the agent on which rates are measured
 TWINS = range(500, 508)  # seeds of the twins, and of the float32 agents beside them
 MEASURED_SEEDS = range(8000, 8008)  # seeds of the agents that keep a place in few bits
-PARTS = 24  # of a training, in each of which the rate is constant
-SLOWEST, FASTEST = 2.0**-10, 2.0**12  # rates beyond these are taken for these
 WINDOW = 32  # updates in one of the doctor's windows
 
 STEPS = {
@@ -139,11 +138,11 @@ def watch(setting: Setting, cells: tuple[str, ...]) -> tuple[Rates, dict[str, tu
     """Trains one float32 agent. Returns the rates of these cells, their tensors in the order of the
     network's parameters in a population, and for each cell what the doctor says."""
     run = build(config_of(setting, WATCHED))
-    doctor = watched(run, cells)
+    doctor = Doctor(run.learner.optimizer, formats=cells, model=run.model)
     train(run, progress=False)
-    optimizer = doctor.watched[0]
-    order = [optimizer.names.index(cell) for cell in cells]
-    sums = np.array(optimizer.windows)[:, :, order]  # [W, 4, C, T]
+    ruler = ruler_of(doctor.patients[0].watcher, cells[0])
+    order = [ruler.texts.index(cell) for cell in cells]
+    sums = np.array(ruler.windows)[:, :, order]  # [W, 4, C, T]
     parameters = list(run.model.parameters())
     in_order = [
         next(i for i, p in enumerate(parameters) if p is own)
@@ -153,7 +152,7 @@ def watch(setting: Setting, cells: tuple[str, ...]) -> tuple[Rates, dict[str, tu
     sizes = np.array([parameters[i].numel() for i in in_order], float)
     parts = [part.mean(0) for part in np.array_split(sums, min(PARTS, len(sums)))]
     findings = {found.text: found for found in doctor.report()}
-    return rates_of(np.array(parts), sizes, optimizer.sample.numbers_per_tensor), findings
+    return rates_of(np.array(parts), sizes, ruler.sample.numbers_per_tensor), findings
 
 
 def rates_of(parts: np.ndarray, sizes: np.ndarray, sampled: int) -> Rates:

@@ -106,19 +106,7 @@ class Training(NamedTuple):
             doctor = Doctor(optimizer, formats=(entry,))
             self.train(weights, optimizer, optimizer.step)
             (finding,) = doctor.report()
-            if finding.verdict == "not judged":
-                return f"{entry}: not judged: {finding.why}"
-            parts = [f"{entry}: {finding.verdict}", f"rate {finding.rate:.2f}"]
-            if finding.longest_step > 2 * finding.longest_step_float32:
-                longest = f"{finding.longest_step:,.3g} ({finding.longest_step_float32:,.3g})"
-                parts.append(f"longest step {longest} learning rates")
-            if finding.drifted > 0.01:
-                parts.append(f"{finding.drifted:.0%} move that float32 leaves alone")
-            if abs(finding.decay_rate - 1) > 0.1:
-                parts.append(f"{finding.decay_rate:.2f} of the decay")
-            if finding.left_in_float32:
-                parts.append("left in float32")
-            return ", ".join(parts)
+            return f"{entry}: {finding.verdict}: {finding.why}"
 
         return finding
 
@@ -618,8 +606,7 @@ def averages(section: Section) -> None:
                     (weights * draw(t, weights)).sum().backward()
                 optimizer.step()
             (finding,) = doctor.report()
-            left = f"{finding.share_left:.3f} of the sum is left"
-            return f"grad=bf16: {finding.verdict}, rate {finding.rate:.2f}, {left}"
+            return f"grad=bf16: {finding.verdict}: {finding.why}"
 
         return finding
 

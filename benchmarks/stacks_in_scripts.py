@@ -34,6 +34,7 @@ from files import Journal, table_of
 from strangers import RETURN, VALIDATION, prepare_text
 
 from fp8rl.cli.throughput import origin
+from fp8rl.doctor.findings import NOT_JUDGED, WORDS
 
 STACKS = (
     "model=bf16",
@@ -48,17 +49,7 @@ STACKS = (
 LOST = 0.25  # a share of what float32 gains that is more than seeds differ by
 NO_LOSS = ("as float32",)
 A_LOSS = ("slower", "stalls", "diverges")
-# From the mildest to the worst
-WORDS = (
-    "not judged",
-    *NO_LOSS,
-    "too noisy",
-    "frozen tensors",
-    "drifts",
-    "faster",
-    "leaps",
-    *A_LOSS,
-)
+SEVERITY = (NOT_JUDGED, *WORDS)  # from the mildest to the worst
 OUTCOMES = ("script", "seed", "stack", "outcome")
 WORDS_COLUMNS = ("script", "seed", "stack", "word", "rate", "last", "longest", "bytes")
 
@@ -206,9 +197,8 @@ def worst_findings(report: dict) -> dict[str, dict]:
     for optimizer in report["optimizers"]:
         for finding in optimizer["findings"]:
             text = f"{finding['place']}={finding['format']}"
-            known = by_stack.get(text)
-            if known is None or WORDS.index(finding["verdict"]) > WORDS.index(known["verdict"]):
-                by_stack[text] = finding
+            known = by_stack.setdefault(text, finding)
+            by_stack[text] = max(known, finding, key=lambda own: SEVERITY.index(own["verdict"]))
     return by_stack
 
 

@@ -1,8 +1,8 @@
 """Scripts that others wrote, unchanged: do the doctor's words hold?
 
-For each script and format `python -m fp8rl.doctor` watches one training in float32, keeps the place
-in this format in another one, and twin.py trains a twin in float32 at the learning rates that were
-measured. The three outcomes stand side by side, with what the doctor had said.
+For each script and format twin.py watches one training in float32, `python -m fp8rl.doctor keep`
+keeps the place in this format in another one, and twin.py trains a twin in float32 at the learning
+rates that were measured. The three outcomes stand side by side, with what the doctor had said.
 
     python benchmarks/strangers.py run benchmarks/results/strangers.csv --cleanrl DIR --nanogpt DIR
     python benchmarks/strangers.py table benchmarks/results/strangers.md
@@ -59,6 +59,8 @@ class Script(NamedTuple):
     seeds: tuple[int, ...] = (1, 2)
 
 
+DOCTOR = ("-m", "fp8rl.doctor")
+TWIN = (str(Path(__file__).with_name("twin.py")),)
 RETURN = r"episodic_return=\[?\s*(-?[\d.]+)"
 GPT = (
     "train.py --dataset=pydoc --device=cpu --compile=False --eval_interval=200 --eval_iters=20 "
@@ -116,13 +118,10 @@ def prepare_text(clone: Path) -> None:
 
 
 def command_of(
-    script: Script, clone: Path, seed: int, doctor: list[str]
+    script: Script, clone: Path, seed: int, under: list[str]
 ) -> tuple[list[str], Path, dict[str, str]]:
-    """The command that runs a script, under the doctor's command, as a twin or as it is, with its
+    """The command that runs a script under other words of Python, such as DOCTOR or TWIN, with its
     working directory and the environment variables that it needs."""
-    prefix = ["-m", "fp8rl.doctor", *doctor] if doctor else []
-    if doctor[:1] == ["twin"]:
-        prefix = [str(Path(__file__).with_name("twin.py")), *doctor[1:]]
     own = script.arguments.format(seed=seed).split()
     paths = [os.environ.get("FP8RL_STRANGERS", ""), str(clone), os.environ.get("PYTHONPATH", "")]
     environment = {
@@ -130,12 +129,12 @@ def command_of(
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
-    return [sys.executable, *prefix, *own], clone, environment
+    return [sys.executable, *under, *own], clone, environment
 
 
-def output_of(script: Script, clone: Path, seed: int, doctor: list[str]) -> str:
-    """The output of a script under the doctor's command, or without one."""
-    words, folder, environment = command_of(script, clone, seed, doctor)
+def output_of(script: Script, clone: Path, seed: int, under: list[str]) -> str:
+    """The output of a script under a command, or without one."""
+    words, folder, environment = command_of(script, clone, seed, under)
     done = subprocess.run(
         words,
         cwd=folder,
@@ -172,9 +171,8 @@ def run(out: Path, clones: dict[str, Path], only: list[str]) -> None:
         for seed in script.seeds:
             # What was measured on the first seed foretells both
             if seed == script.seeds[0] or (name, str(seed), "float32", "") not in done:
-                watch = ["watch", "--formats", " ".join(FORMATS)]
-                if seed == script.seeds[0]:
-                    watch += ["--json", str(report)]
+                is_first = seed == script.seeds[0]
+                watch = [*TWIN, "watch", " ".join(FORMATS), str(report)] if is_first else []
                 output = output_of(script, clone, seed, watch)
                 if (name, str(seed), "float32", "") not in done:
                     add(name, seed, "float32", "", outcome_of(script, output), "", "")
@@ -184,8 +182,8 @@ def run(out: Path, clones: dict[str, Path], only: list[str]) -> None:
                 said = {f"{x['place']}={x['format']}": x for x in findings}
             for text in FORMATS:
                 for mode, command in (
-                    ("keep", ["keep", text]),
-                    ("twin", ["twin", text, str(report)]),
+                    ("keep", [*DOCTOR, "keep", text]),
+                    ("twin", [*TWIN, "train", text, str(report)]),
                 ):
                     if (name, str(seed), mode, text) in done:
                         continue

@@ -1,17 +1,20 @@
 """Trains a script's twin: in float32, at the learning rates that the doctor's `watch` has measured.
 
-    python -m fp8rl.doctor watch --json report.json script.py ...
-    python benchmarks/twin.py weights=bf16 report.json script.py ...
+    python benchmarks/twin.py watch "weights=bf16 m=e4m3" rates.json script.py ...
+    python benchmarks/twin.py train weights=bf16 rates.json script.py ...
 
+The file of `watch` is the doctor's report as JSON, with the rates of each tensor over time.
 Each step of an optimizer changes a tensor by what the script's step does, times the rate of this
 tensor in this part of the training. That is the same for every optimizer whose step is proportional
 to its learning rate. Where a format is stochastic, the measured noise is added. An optimizer whose
 tensors are not judged from the first step to the last trains as it is.
 """
 
+import functools
 import json
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +24,45 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fp8rl.doctor import Doctor
+from fp8rl.doctor.ruler import Ruler, in_parts
+from fp8rl.doctor.watcher import Watcher
+
+PARTS = 24  # of a training, in each of which the rate is constant
 SLOWEST, FASTEST = 2.0**-10, 2.0**12  # rates beyond these are taken for these
+
+
+def ruler_of(watcher: Watcher, text: str) -> Ruler:
+    """What has measured a place and format beside an optimizer."""
+    rulers = [shadow.ruler for shadow in watcher.shadows]
+    return next(ruler for ruler in rulers if text in ruler.texts)
+
+
+def rates_over_time(watcher: Watcher, text: str, length: int) -> dict[str, list]:
+    """The rates of each tensor in parts of the training, [parts, T], and the standard deviation of
+    a number's noise in one update. `length` is the doctor's number of updates in a window."""
+    ruler = ruler_of(watcher, text)
+    row = ruler.texts.index(text)
+    windows = [sums.of_row(row) for sums in ruler.windows]
+    parts = in_parts(windows, PARTS) if windows else []
+    across = [np.maximum(sums.apart - (sums.rates - 1) ** 2 * sums.true, 0) for sums in parts]
+    return {
+        "tensor_rates": [sums.rates.tolist() for sums in parts],
+        "tensor_noise": [np.sqrt(square / length).tolist() for square in across],
+    }
+
+
+def watch(formats: str, out: Path, run_script: Callable[[], None]) -> None:
+    """Runs a script in float32, and writes what the doctor has measured."""
+    doctor = Doctor(formats=formats.split())
+    with doctor.installed():
+        run_script()
+    content = json.loads(doctor.to_json(doctor.report()))
+    for patient, optimizer in zip(doctor.patients, content["optimizers"], strict=True):
+        for finding in optimizer["findings"]:
+            text = f"{finding['place']}={finding['format']}"
+            finding |= rates_over_time(patient.watcher, text, doctor.length)
+    out.write_text(json.dumps(content))
 
 
 def held_rates(rates: np.ndarray) -> np.ndarray:
@@ -62,8 +103,8 @@ class Twin:
         recorded = self.recorded[number]
         for finding in recorded["findings"]:
             if f"{finding['place']}={finding['format']}" == self.text and finding["tensor_rates"]:
-                rates = finding.get("free_tensor_rates") or finding["tensor_rates"]
-                rates = held_rates(np.array(rates, float)).clip(SLOWEST, FASTEST)
+                rates = np.array(finding["tensor_rates"], float)
+                rates = held_rates(rates).clip(SLOWEST, FASTEST)
                 noise = np.nan_to_num(np.array(finding["tensor_noise"], float))
                 part = min(step * len(rates) // recorded["steps"], len(rates) - 1)
                 self.move(parameters_of(optimizer), rates[part], noise[part])
@@ -80,20 +121,26 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in groups for p in group["params"] if p.requires_grad and p.numel()]
 
 
-def main(words: list[str]) -> None:
-    text, report, script, *arguments = words
-    twin = Twin(text, json.loads(Path(report).read_text()))
+def train(text: str, report: Path, run_script: Callable[[], None]) -> None:
+    """Runs a script as a twin."""
+    twin = Twin(text, json.loads(report.read_text()))
     hooks = [
         register_optimizer_step_pre_hook(twin.before),
         register_optimizer_step_post_hook(twin.after),
     ]
-    sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
     try:
-        runpy.run_path(script, run_name="__main__")
+        run_script()
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def main(words: list[str]) -> None:
+    command, text, file, script, *arguments = words
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    run = {"watch": watch, "train": train}[command]
+    run(text, Path(file), functools.partial(runpy.run_path, script, run_name="__main__"))
 
 
 if __name__ == "__main__":

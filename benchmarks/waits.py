@@ -177,13 +177,15 @@ def watching_contestants(name: str, clone: Path) -> list[Contestant]:
     if script.folder == "nanogpt":
         strangers.prepare_text(clone)
 
-    def running(doctor: list[str]) -> Callable[[int], list[Command]]:
-        words = strangers.command_of(script, clone, FIRST_SEED, doctor)
+    def running(under: list[str]) -> Callable[[int], list[Command]]:
+        words = strangers.command_of(script, clone, FIRST_SEED, under)
         return lambda seed: [Command(*words)]
 
     return [
         Contestant(name, running([])),
-        Contestant("the same under `python -m fp8rl.doctor watch`", running(["watch"])),
+        Contestant(
+            "the same under `python -m fp8rl.doctor watch`", running([*strangers.DOCTOR, "watch"])
+        ),
     ]
 
 

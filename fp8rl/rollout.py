@@ -78,8 +78,9 @@ def require_dummy_rows(flags: torch.Tensor, last: torch.Tensor | int = 0) -> Non
     The next observation would be the first one of another episode. `flags` are uint8 [T, ..., B],
     and `last` those of the row before them. While a CUDA graph is captured, nobody can look.
     """
-    is_eager_gpu = flags.is_cuda and not torch.cuda.is_current_stream_capturing()
-    can_look = is_eager_gpu or flags.device.type == rng.HOST
+    can_look = flags.device.type == rng.HOST or (
+        flags.is_cuda and not torch.cuda.is_current_stream_capturing()
+    )
     before = torch.cat((torch.zeros_like(flags[:1]) + last, flags[:-1]))
     missing = (before & (TERMINATED | TRUNCATED) != 0) & (flags & DUMMY == 0)
     if can_look and missing.any():

@@ -31,6 +31,7 @@ import results
 import small_decoder
 import tasks
 import torch
+import twin
 import waits
 from files import Journal
 from helpers import SMALL, TINY, bang_bang, run_cli, small, trained
@@ -228,11 +229,11 @@ def stubbed_scripts(module, monkeypatch) -> None:
     """Trainings that only print."""
 
     def run(words: list[str], **_) -> SimpleNamespace:
-        if "--json" in words:
+        if words[2] == "watch":
             finding = {"place": "weights", "format": "e4m3", "verdict": "slower", "rate": 0.2}
             report = {"optimizers": [{"findings": [finding]}]}
-            Path(words[words.index("--json") + 1]).write_text(json.dumps(report))
-        reached = 20 if "keep" in words or "twin.py" in words[1] else 100
+            Path(words[4]).write_text(json.dumps(report))
+        reached = 20 if {"keep", "train"} & {*words} else 100
         printed = f"global_step=1, episodic_return=[{reached}]"
         return SimpleNamespace(returncode=0, stdout=printed, stderr="")
 
@@ -1115,20 +1116,33 @@ print(*p.tolist())
 
 
 def test_a_twin_of_a_script_goes_as_far_as_its_rates(tmp_path, capsys):
-    """By free rates if there are some, and by the last rate where float32 stood still."""
-    import twin
-
+    """And by the last rate where float32 stood still."""
     finding = {"place": "weights", "format": "bf16", "tensor_noise": [[0.0], [0.0]]}
-    (tmp_path / "script.py").write_text(FALLING)
-    for free, end in (([[0.5], [0.25]], 1 - 0.1875), ([[0.5], [None]], 1 - 0.25), ([], 1 - 0.5)):
-        findings = [finding | {"tensor_rates": [[1.0], [None]], "free_tensor_rates": free}]
-        report = {"optimizers": [{"steps": 4, "findings": findings}]}
-        (tmp_path / "report.json").write_text(json.dumps(report))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", [])
-            patch.setattr(sys, "path", ["", *sys.path])
-            twin.main(["weights=bf16", str(tmp_path / "report.json"), str(tmp_path / "script.py")])
+    for by_part, end in (([[0.5], [0.25]], 1 - 0.1875), ([[0.5], [None]], 1 - 0.25)):
+        report = {"optimizers": [{"steps": 4, "findings": [finding | {"tensor_rates": by_part}]}]}
+        (tmp_path / "rates.json").write_text(json.dumps(report))
+        run_twin("train", "weights=bf16", tmp_path, FALLING)
         assert capsys.readouterr().out.split() == [str(end)] * 3
+
+
+def test_a_twin_of_a_script_trains_at_the_rates_that_were_watched(tmp_path, capsys):
+    """Steps of 0.125 / 64 near 1 are below half the spacing of bfloat16, and vanish."""
+    script = FALLING.replace("0.125", "0.125 / 64").replace("range(4)", "range(64)")
+    for text, end in (("weights=bf16", 1.0), ("weights=e8m20", 1 - 0.125)):
+        run_twin("watch", text, tmp_path, script)
+        assert capsys.readouterr().out.split() == [str(1 - 0.125)] * 3
+        run_twin("train", text, tmp_path, script)
+        found = [float(x) for x in capsys.readouterr().out.split()]
+        assert found == pytest.approx([end] * 3, abs=2e-3)  # the slowest rate is not 0
+
+
+def run_twin(command: str, text: str, folder: Path, script: str) -> None:
+    """Runs a script by benchmarks/twin.py, with the rates in rates.json."""
+    (folder / "script.py").write_text(script)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [])
+        patch.setattr(sys, "path", ["", *sys.path])
+        twin.main([command, text, str(folder / "rates.json"), str(folder / "script.py")])
 
 
 def test_a_twin_at_the_rate_of_one_is_float32_and_at_another_it_is_that_learning_rate(

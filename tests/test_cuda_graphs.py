@@ -34,7 +34,6 @@ from fp8rl.population.population import by_agent
 from fp8rl.precision import available_precisions
 from fp8rl.replay.ring import ReplayBuffer
 from fp8rl.rollout import Collector, check_extremes, extremes
-from fp8rl.study import watched_run
 from fp8rl.train import Run, adam, iterate
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -281,15 +280,6 @@ def test_rows_that_wait_share_their_time_and_are_those_of_launches_one_by_one(gr
     assert (np.diff(seconds) > 0).all() and seconds[-1] - seconds[15] > 23 * 0.002
 
 
-def test_a_doctor_may_begin_while_rows_wait(graphed):
-    graphed(Replayed)
-    run = build(Config(**LONG))
-    for _ in iterate(run):
-        if run.launch.unread == 5:
-            doctor = watched_run.watched(run, ("weights=e4m3",))
-    assert len(run.history) == 40 and doctor.report()[0].verdict != "fine"
-
-
 def test_what_a_run_owns_is_closed_although_its_numbers_cannot_be_read(graphed, monkeypatch):
     graphed(Replayed)
     run, closed = build(Config(**LONG)), []
@@ -307,9 +297,7 @@ class Own(Run):
 
 def test_a_graph_belongs_to_its_run_alone(graphed, monkeypatch):
     graphed(Unrecorded)
-    run = build(small())
-    watched_run.watched(run, ())
-    assert not has_graph(run) and not has_graph(build(small(), kind=Own))
+    assert not has_graph(build(small(), kind=Own))
     monkeypatch.undo()
     monkeypatch.setattr(cuda_graphs, "stream_on", lambda device: SimpleNamespace(device=device))
     run = build(small())

@@ -13,10 +13,9 @@ import torch
 from conftest import cores
 from helpers import PATIENCE, forked, refused, small, trained
 
-from fp8rl.bits import cgroups
 from fp8rl.build import Machine, build
 from fp8rl.doctor import dump_memory
-from fp8rl.machine import hardware
+from fp8rl.machine import cgroups, hardware
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 

@@ -640,13 +640,13 @@ def test_rounding_may_put_a_log_probability_a_little_above_zero():
 
 
 @pytest.fixture
-def run(capsys):
+def run(capfd):
     """Runs the command: its exit code, stdout and stderr."""
 
     def run(*arguments) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as end:
             doctor.main(["mismatch", *map(str, arguments)])
-        captured = capsys.readouterr()
+        captured = capfd.readouterr()
         return end.value.code, captured.out, captured.err
 
     return run

@@ -51,13 +51,13 @@ EXPECTED = mismatch(**OURS)
 
 
 @pytest.fixture
-def run(capsys):
+def run(capfd):
     """Runs the command: its exit code, stdout and stderr."""
 
     def run(*arguments) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as end:
             doctor.main(["mismatch", *map(str, arguments)])
-        captured = capsys.readouterr()
+        captured = capfd.readouterr()
         return end.value.code, captured.out, captured.err
 
     return run

@@ -26,14 +26,17 @@ SIZES = np.array([1e3, 1.0, 1e-3, 1e-3])
 NAMES = ("seen", "mean", "variance")
 
 
-def uneven(**kwargs) -> gymnasium.Env:
+def uneven(sizes=SIZES, start=(500.0, 0, 0, 0), dtype=np.float32, **kwargs) -> gymnasium.Env:
     """CartPole with its position in millimetres, from 500, and its angles in kiloradians."""
-    space = gymnasium.spaces.Box(-np.inf, np.inf, (4,), np.float32)
-    seen = lambda obs: (obs * SIZES + np.array([500.0, 0, 0, 0])).astype(np.float32)  # noqa: E731
+    space = gymnasium.spaces.Box(-np.inf, np.inf, (4,), dtype)
+    seen = lambda obs: (obs * sizes + np.array(start)).astype(dtype)  # noqa: E731
     return gymnasium.wrappers.TransformObservation(CartPoleEnv(**kwargs), seen, space)
 
 
 gymnasium.register("fp8rl-tests/Uneven-v0", uneven, max_episode_steps=500)
+# 5,400 km away, where float32's numbers are 0.5 m apart.
+FAR = {"sizes": np.ones(4), "start": 5.4e6, "dtype": np.float64}
+gymnasium.register("fp8rl-tests/Far-v0", uneven, max_episode_steps=500, kwargs=FAR)
 SHORT = small(
     env_id="fp8rl-tests/Uneven-v0", steps=2_560, eval_every=0, eval_episodes=4, normalize_obs=True
 )
@@ -139,16 +142,6 @@ def test_what_is_small_beside_its_mean_is_standardized(mean, size, dtype):
     # Between neighbours in float32, the mean is rounded, too.
     atol = 1 if size == 0.5 else 0.1
     torch.testing.assert_close(standardized[:, 0].double(), expected, rtol=0, atol=atol)
-
-
-def far(**kwargs) -> gymnasium.Env:
-    """CartPole 5,400 km away, where float32's numbers are 0.5 m apart."""
-    space = gymnasium.spaces.Box(-np.inf, np.inf, (4,), np.float64)
-    seen = lambda obs: np.float64(obs) + 5.4e6  # noqa: E731
-    return gymnasium.wrappers.TransformObservation(CartPoleEnv(**kwargs), seen, space)
-
-
-gymnasium.register("fp8rl-tests/Far-v0", far, max_episode_steps=500)
 
 
 @pytest.mark.parametrize("encoder", ["mlp", "gru"])

@@ -47,7 +47,7 @@ EXAMPLES = (
     "rollout",
     "replay.ring",
     "bits.low_bit_adam",
-    "doctor.doctor",
+    "doctor.watch",
     "dumps.mismatch",
     "sequences.laboratory",
 )

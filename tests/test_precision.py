@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8rl.build import build, build_population
 from fp8rl.config import Config
+from fp8rl.doctor import Doctor
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision, available_precisions, clip_gradients, float32_matmuls
 from fp8rl.sequences.laboratory import Arm, Laboratory, Setting, horizons
-from fp8rl.study.watched_run import watched
 
 HERE = pytest.mark.parametrize("name", available_precisions())
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -202,7 +202,7 @@ def train_in_every_way() -> None:
         configs = [Config(**short, precision=name) for name in ("fp32", "fp8")]
         show(*trained(build_population(configs)).model.parameters())
         run = build(Config(**short))
-        watched(run, ("weights=bf16", "targets=bf16"))
+        Doctor(run.learner.optimizer, formats=("weights=bf16",))
         show(*trained(run).model.parameters())
         for network in ("recurrent", "attention"):
             # Pretraining ends at a low share, after a few updates

@@ -2,7 +2,7 @@
 
 Nothing in this folder needs the rest of the package. README.md beside this file shows how to use
 it. `Doctor` and `mismatch`, which look at a training or at log-probabilities, are in doctor/ and
-dumps/ and can be imported from here, too.
+can be imported from here, too.
 """
 
 import importlib
@@ -10,7 +10,7 @@ import importlib
 # The module of each name. It is imported when the name is used for the first time, because
 # notation.py must be readable without torch and NumPy.
 MODULES = {
-    "Doctor": "fp8rl.doctor.watch",
+    "Doctor": "fp8rl.doctor",
     "Format": "fp8rl.bits.formats",
     "LowBitAdam": "fp8rl.bits.low_bit_adam",
     "MismatchReport": "fp8rl.dumps.mismatch",

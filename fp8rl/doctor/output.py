@@ -27,14 +27,17 @@ def say(text: str) -> None:
     """Writes lines to the stderr that this process was started with.
 
     Where stderr is closed, or full, or a pipe that nobody reads, they are lost, and nothing else
-    changes. So they are not left in the buffer of sys.stderr, which Python would fail to write at
-    its end.
+    changes. They do not go through the buffer of sys.stderr: the script may be writing to it when a
+    signal comes, and then nobody else can.
     """
     stderr = sys.__stderr__
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # it may be None
+    if stderr is None:
+        return
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
         stderr.flush()
-        with open(stderr.fileno(), "w", encoding="utf-8", errors="replace", closefd=False) as file:
-            print(text, file=file)
+    options = {"encoding": "utf-8", "errors": "replace", "closefd": False}
+    with contextlib.suppress(OSError, ValueError), open(stderr.fileno(), "w", **options) as file:
+        print(text, file=file)
 
 
 def print_out(text: str) -> None:

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from .. import fp8
-from ..bits.cgroups import room_in_cgroups
 from ..precision import PRECISIONS, Precision
+from .cgroups import room_in_cgroups
 
 
 def arithmetic(device: torch.device | str) -> str:

@@ -32,6 +32,7 @@ FIRST = 1  # seconds until a batch is saved first
 SECONDS = 60  # between two times that a batch is saved, at most
 # Writing takes at most this share of the time, so large files are written less often.
 SHARE = 0.02
+LOOK = 5  # seconds between two looks at a cluster that has not saved a batch yet
 WAIT = 0.1  # seconds to wait for a variable that a scheduler does not have
 
 
@@ -144,6 +145,8 @@ class BatchFile:
         if self.shared is not None:
             self.begun = self.shared.fetch(self.path)
         self.set_pause(began)
+        if not self.path.exists():
+            self.pause = min(self.pause, LOOK)
 
     def set_pause(self, began: float) -> None:
         """Sets when it is time again, from when the last writing began."""
