@@ -301,6 +301,7 @@ def training(watch):
     everything = [*model.parameters(), *target.parameters()]
     numbers = [torch.rand(1), torch.tensor([random.random(), np.random.rand()])]
     numbers += [p.detach().clone() for p in everything]
+    numbers += [p.grad for p in model.parameters()]
     return doctor, numbers, [weakref.ref(x) for x in (model, optimizer, target, *everything)]
 
 

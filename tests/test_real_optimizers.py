@@ -185,8 +185,9 @@ def test_a_real_optimizer_is_judged_by_its_steps(how, entry, word, rate, part):
 
 
 def test_the_script_s_own_class_is_no_cure():
-    same, bf16 = watched(["optimizer=torch.optim:Adam", "model=bf16"], lr=1e-6)
-    assert same.is_fine and (bf16.verdict, bf16.cure) == ("slower", "keep it in float32")
+    same, fast = watched(["optimizer=torch.optim:Adam", "optimizer=torch.optim:Adam:lr=5e-3"])
+    assert same.is_fine and (fast.verdict, fast.cure) == ("faster", "keep it in float32")
+    assert fast.bytes_per_parameter == same.bytes_per_parameter
 
 
 @pytest.mark.parametrize("name", [name for name in CATALOGUE if name != "heavyball"])
