@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from fp8rl.doctor.findings import WORDS
 from helpers import PATIENCE
 
 from fp8rl.doctor import command as doctor
 from fp8rl.doctor import compare
 from fp8rl.doctor.compare import CLAIMS, FLOAT32, NOT_JUDGED, Outcome, Words
+from fp8rl.doctor.findings import WORDS
 from fp8rl.doctor.output import report_as_json
 
 # A training in which bfloat16 stalls: weights of 1 and steps of 0.0001

@@ -19,6 +19,7 @@ FILES = {
     "Report": ".findings",
     "MismatchReport": "..dumps.mismatch",
     "mismatch": "..dumps.mismatch",
+    "read_dump": "..dumps.dump",
 }
 __all__ = list(FILES)
 
