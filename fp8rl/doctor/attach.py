@@ -85,8 +85,7 @@ class Attached:
         if os.getpid() != self.process:
             return  # a fork of the script
         module = importlib.import_module(f".{self.command}", __package__)
-        arguments = [tuple(x) if isinstance(x, list) else x for x in self.arguments]
-        self.hooks = getattr(module, self.command.capitalize())(*arguments)
+        self.hooks = getattr(module, self.command.capitalize())(*self.arguments)
         self.context.enter_context(self.hooks.installed())
 
     def end(self) -> None:
