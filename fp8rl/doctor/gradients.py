@@ -381,7 +381,7 @@ class SumShadow(GradientShadow):
         watcher = self.watcher
         names = ("exp_avg", "exp_avg_sq") if watcher.is_adam else ("momentum_buffer",)
         moments = [watcher.sample.take(watcher.state(name)) for name in names]
-        self.begin_at(moments, float(watcher.count_steps()))
+        self.begin_at(moments, float(watcher.count_steps().nan_to_num()))
         buffers = [state.get(names[0]) for state in watcher.states()]
         self.has_buffer = np.array([x is not None for x in buffers]).reshape(-1, 1)
 

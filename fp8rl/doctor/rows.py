@@ -209,7 +209,7 @@ class RowShadow:
         weights = sample.take(watcher.parameters)
         m = sample.take(watcher.state("exp_avg"))
         v = sample.take(watcher.state("exp_avg_sq"))
-        self.steps = float(watcher.count_steps())
+        self.steps = float(watcher.count_steps().nan_to_num())
         self.kept = np.empty((self.length + 1, len(self.kind), *m.shape), np.float32)
         # Rows without a bound stay as they are here
         shape = self.kept.shape[1:]
@@ -268,7 +268,8 @@ class RowShadow:
             old = self.kept[len(self.window)]
             if (changed := before[i, tensors:] != last[i, tensors:]).any():
                 old = self.with_moments(old, before[i, tensors:], changed)
-            self.steps = float(steps[i]) if self.watcher.is_adam else self.steps
+            if self.watcher.is_adam and not np.isnan(steps[i]):
+                self.steps = float(steps[i])
             new = self.kept[len(self.window) + 1]
             rows = self.updated(old, moved[i], g[i], beta1[i], beta2[i])
             self.rows.round(rows, self.largest, new, self.moment_bounds(rows, beta1[i], beta2[i]))

@@ -9,6 +9,7 @@ is kept is a sample.
 
 import contextlib
 import gc
+import math
 import os
 import threading
 import weakref
@@ -191,10 +192,14 @@ class Watcher:
         return [*self.state("exp_avg"), *self.state("exp_avg_sq")] if self.is_adam else []
 
     def count_steps(self) -> torch.Tensor:
-        """How many steps Adam has counted, float32 []. A GPU is not waited for."""
+        """How many steps Adam has counted, float32 []; NaN if it does not say. A GPU is not waited
+        for."""
         counts = [state["step"] for state in self.states() if "step" in state]
-        if not (self.is_adam and counts):
-            return torch.zeros((), dtype=torch.float32, device="cpu")
+        # With torch's default device "meta", Adam's counts have no numbers
+        is_unknown = any(getattr(x, "is_meta", False) for x in counts)
+        if not counts or is_unknown or not self.is_adam:
+            start = math.nan if is_unknown else 0.0
+            return torch.full((), start, dtype=torch.float32, device="cpu")
         return torch.stack([torch.as_tensor(x, dtype=torch.float32) for x in counts]).max()
 
     def before_step(self) -> None:
