@@ -16,6 +16,8 @@ INSTALL ?= $(if $(shell uv pip install --help 2>/dev/null | grep -e --torch-back
 READY := .venv/.ready
 RUN := . .venv/bin/activate &&
 NOTEBOOK := fp8_actor_critic
+# The order of tests is drawn anew in each run, or from SEED
+ORDER := $(if $(SEED),--randomly-seed=$(SEED))
 # The project's public address on GitHub, as owner/name. It has none yet, so until then notebooks install from the clone they are in.
 REPOSITORY ?=
 BADGE := https://colab.research.google.com/assets/colab-badge.svg
@@ -30,7 +32,7 @@ demo: $(READY)
 	@echo "Its figures:       build/$(NOTEBOOK)_files/"
 
 test: $(READY)
-	$(RUN) pytest -n auto --dist loadgroup --durations 12 --nbmake notebooks/$(NOTEBOOK).ipynb tests
+	$(RUN) pytest -n auto --dist loadgroup --durations 12 $(ORDER) --nbmake notebooks/$(NOTEBOOK).ipynb tests
 
 notebooks: $(READY)
 	$(RUN) pytest -n auto --nbmake --ignore notebooks/$(NOTEBOOK).ipynb notebooks
