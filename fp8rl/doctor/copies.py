@@ -262,7 +262,8 @@ def take_over(state: dict, kept: dict) -> bool:
     for name, value in state.items():
         mine = kept.get(name)
         if isinstance(mine, torch.Tensor):
-            value = torch.as_tensor(value)
+            if not isinstance(value, torch.Tensor):
+                value = torch.tensor(value, device=mine.device)
             if value.shape == mine.shape:
                 mine.copy_(value)
                 taken |= mine.dim() > 0
@@ -439,6 +440,11 @@ def option_of(factory, option: str) -> inspect.Parameter | None:
     return None
 
 
+def nothing(count: int) -> torch.Tensor:
+    """Zeros, float32 [count], whatever torch's default type and device are."""
+    return torch.zeros(count, dtype=torch.float32, device="cpu")
+
+
 class RealCopy:
     """A real optimizer beside a script's, and what was measured of it.
 
@@ -455,7 +461,7 @@ class RealCopy:
         self.copy: OptimizerCopy | None = None
         self.ruler = Ruler(watcher.sample, [entry.text], watcher.tensor_names)
         self.drifted: list[float] = []
-        self.longest = torch.zeros(len(watcher.references))
+        self.longest = nothing(len(watcher.references))
         self.leaps: list[int] = []
         self.reason = ""
         self.diverged = 0
@@ -480,7 +486,7 @@ class CopyShadow:
         self.copies = [RealCopy(entry, watcher) for entry in entries]
         self.random_numbers = RandomNumbers(watcher.device)
         tensors = len(watcher.references)
-        self.longest = torch.zeros(tensors)  # the script's own longest steps
+        self.longest = nothing(tensors)  # the script's own longest steps
         self.longest_ways = np.zeros(tensors)  # the script's, in a window (`DRIFT`)
         self.decaying_group = 0  # the number of the group with the most weight decay
         self.updates = 0
@@ -591,7 +597,8 @@ class CopyShadow:
         self.count += 1
         rates = [settings.learning_rate for settings in update.settings]
         self.learning_rates += rates[self.decaying_group]
-        lr = torch.tensor([rates[g] for g in self.watcher.group])
+        by_tensor = [rates[g] for g in self.watcher.group]
+        lr = torch.tensor(by_tensor, dtype=torch.float32, device="cpu")
         self.longest = torch.maximum(self.longest, longest_steps(self.last, parameters, lr))
         if self.updates == 1:
             kept = [[p, dict(optimizer.state.get(p, {}))] for p in parameters]

@@ -200,7 +200,7 @@ class Watcher:
         if not counts or is_unknown or not self.is_adam:
             start = math.nan if is_unknown else 0.0
             return torch.full((), start, dtype=torch.float32, device="cpu")
-        return torch.stack([torch.as_tensor(x, dtype=torch.float32) for x in counts]).max()
+        return torch.stack([as_float32(x) for x in counts]).max()
 
     def before_step(self) -> None:
         """Reads the weights and Adam's state, before a step.
@@ -289,6 +289,13 @@ class Watcher:
         if parameters := self.parameters:
             return all(bool(p.isfinite().all()) for p in parameters)
         return self.last is None or bool(self.last.after[: len(self.references)].isfinite().all())
+
+
+def as_float32(x: torch.Tensor | float) -> torch.Tensor:
+    """A number as a tensor, float32, whatever torch's default device is."""
+    if isinstance(x, torch.Tensor):
+        return x.detach().float()
+    return torch.tensor(float(x), dtype=torch.float32, device="cpu")
 
 
 def alive(references: list[weakref.ref]) -> list:
