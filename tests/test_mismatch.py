@@ -216,6 +216,13 @@ def in_columns(times: float) -> tuple:
     return logp + 0.01 * draw.normal(size=logp.shape) * factor, logp, mask
 
 
+def weak_line(is_swapped: bool) -> tuple:
+    """Another temperature and top-p in noise, so that log ratios hardly lie on a line."""
+    draw = np.random.default_rng(1)
+    dump = noise_dumps.dump_of(SHAPE, "Gaussian", 0.1, draw, temperature=0.9, top_p=0.9)
+    return (dump[1], dump[0], dump[2]) if is_swapped else dump
+
+
 def in_bfloat16(tokens, size: float) -> tuple:
     """Log ratios below the step of the file's type are mostly 0."""
     return tuple(torch.tensor(x).bfloat16() for x in where(tokens, size, policy_logp(64, 200)))
@@ -256,6 +263,13 @@ VERDICTS = {
     "certain tokens": (lambda: (noisy(CERTAIN), CERTAIN), "rounding", "exactly 0 at 60%"),
     "certain policies": (lambda: sampled(spread=30.0), "rounding", ""),
     "other experts": (lambda: few_other_experts(0), ["heavy tail"], "of the squared gap"),
+    "some last tokens": (
+        lambda: where((PLACE == 99) & (ROWS % 8 == 0), 20.0),
+        ["last token"],
+        "at the last token of sequences; the largest",
+    ),
+    "a weak line": (lambda: weak_line(False), ["temperature", "truncation"], ""),
+    "a weak line that rises": (lambda: weak_line(True), ["temperature"], "the mean ratio is"),
     "higher": (lambda: biased(0.012), ["mean ratio"], "give at most 1"),
     "far higher": (lambda: biased(0.5, 16, 50), ["mean ratio"], ""),
     "not higher": (lambda: biased(0.0, 16, 50), "rounding", ""),

@@ -103,8 +103,8 @@ def weigh(
 
     `log_ratio`  log pi / mu, of any shape. `dim` is its dimension of tokens in a sequence
     `advantage`  of a shape that fits, or None: then a clip drops nothing
-    `counts`     the number of tokens of each sequence, in a shape that fits; the default is all of
-                 them, where fewer count, `log_ratio` is 0 at the others
+    `counts`     the number of tokens of each sequence, in a shape that fits; the default is all.
+                 Where fewer count, `log_ratio` is 0 at the others
     """
     total = log_ratio.sum(dim, keepdim=True)
     count = log_ratio.shape[dim] if counts is None else counts
