@@ -58,17 +58,11 @@ MASKS = (
     ("token_loss_mask", "sample_loss_mask"),  # so NeMo-RL calls them in the files that it writes
 )
 KNOWN = {name for names in (*NAMES.values(), *MASKS) for name in names}
-MOST_LISTED = 24  # names in an error
 HOW = (
     "save arrays by numpy.savez, a dict of tensors by torch.save, or a JSON object on each line, "
     "with the names that your stack gives them"
 )
-FLOAT32_STEP = 2.0**-23  # distance of float32's numbers at 1; policies compute in float32 at best
 COARSE = 1e-4  # distance of a type's numbers at 1 above which the type has half precision
-LEAST = -1e4  # a token with a lower log-probability was not sampled
-# How far above 0 rounding may bring a log-probability.
-ABOVE_ZERO = 1e-5
-ABOVE_ZERO_IN_HALF = 1e-3
 FLOATS = "give floating point, such as float32"
 BINARY = "give booleans, or 0 and 1"
 NUMBERS = "give numbers"
@@ -218,7 +212,7 @@ def take_arrays(subject: str, content: Mapping) -> dict:
     # What is not needed may take long to read, as in a file that numpy.load has opened.
     keys = content.keys()
     names = [x for x in keys if x not in KNOWN or not is_text(content[x])]
-    listed = ", ".join(ascii(name).strip("'") for name in names[:MOST_LISTED]) or "nothing in it"
+    listed = ", ".join(ascii(name).strip("'") for name in names[:24]) or "nothing in it"
     groups = [(role, (name,)) for role, known in NAMES.items() for name in known]
     groups += [("mask", group) for group in MASKS]
     arrays = {}
@@ -318,7 +312,7 @@ def gap_of(learner_logp, actor_logp, mask=None, advantages=None, lengths=None, t
         np.where(used, learner.values, 0.0),
         np.where(used, actor.values, 0.0),
         used,
-        max(learner.step, actor.step, FLOAT32_STEP),
+        max(learner.step, actor.step, 2.0**-23),  # policies compute in float32 at best
         advantages,
         tokens,
     )
@@ -402,8 +396,9 @@ def check_same_tokens(name: str, given: Padded, like: Padded) -> None:
 
 def check_log_probabilities(name: str, given: Padded, used: np.ndarray) -> None:
     """Raises ValueError if a number cannot be the log-probability of a sampled token."""
-    most = ABOVE_ZERO_IN_HALF if given.step > COARSE else ABOVE_ZERO
-    is_possible = (given.values <= most) & (given.values >= LEAST)  # False for NaN
+    most = 1e-3 if given.step > COARSE else 1e-5  # so far above 0 may rounding bring it
+    # A token with a log-probability below -1e4 was not sampled. NaN is not possible either.
+    is_possible = (given.values <= most) & (given.values >= -1e4)
     is_wrong = used & ~is_possible
     fix = "mask fillers and other tokens that do not count"
     if (used & (given.values > most)).any():

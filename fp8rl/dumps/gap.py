@@ -24,15 +24,7 @@ TINY = 1e-12  # a standard deviation below this is only the error of arithmetic 
 # Log ratio to which larger ones are limited, in all numbers alike: so sums of squares of ratios
 # stay finite.
 LARGEST = 300.0
-# Bins of log-probability, in each of which a mean is taken, and tokens that a bin should have
-MOST_BINS = 32
-TOKENS_OF_BIN = 50
 KEPT = 0.9  # the share of their sample size that the weights of sequences keep over a horizon
-TOGETHER = 1.5  # how much more products of ratios vary than those of independent tokens
-FEW_PRODUCTS = 32  # with fewer products of ratios, their spread is chance
-DRAWS = 400  # of sequences, for the horizon's interval
-INTERVAL = (0.025, 0.975)
-MANY = 1e9  # numbers from here on have an exponent in a line
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,12 +137,12 @@ def kish(weights: np.ndarray) -> float:
     return float(weights.sum() ** 2 / (len(weights) * np.square(weights).sum()))
 
 
-def bins_of(gap: Gap, most: int = MOST_BINS) -> np.ndarray:
+def bins_of(gap: Gap, most: int = 32) -> np.ndarray:
     """For each token, the number of a bin of tokens with similar log-probability, [S, T].
 
-    The bins have equally many tokens.
+    The bins have equally many tokens, 50 or more.
     """
-    bins = int(np.clip(len(gap.flat.actor) // TOKENS_OF_BIN, 1, most))
+    bins = int(np.clip(len(gap.flat.actor) // 50, 1, most))
     edges = np.quantile(gap.flat.actor, np.linspace(0, 1, bins + 1)[1:-1])
     return np.searchsorted(edges, gap.actor)
 
@@ -190,11 +182,11 @@ class Horizon(NamedTuple):
         length = 2
         while length <= min(longest, 2 * measured.horizon):
             squares = Squares.of(gap, length)
-            if squares.counts.sum() < FEW_PRODUCTS:
+            if squares.counts.sum() < 32:  # the spread of fewer products is chance
                 break
             measured = squares
             length *= 2
-        if measured.horizon * TOGETHER >= single.horizon:
+        if measured.horizon * 1.5 >= single.horizon:  # ratios hardly go together
             measured = single
         return cls(measured.horizon, *measured.interval(), single.horizon)
 
@@ -243,10 +235,10 @@ class Squares(NamedTuple):
         counts = self.counts[self.counts > 0]
         generator = np.random.default_rng(0)
         spreads = []
-        for _ in range(DRAWS):
+        for _ in range(400):
             drawn = generator.integers(sequences, size=sequences)
             spreads.append(sums[drawn].sum() / counts[drawn].sum())
-        high, low = np.quantile(spreads, INTERVAL)
+        high, low = np.quantile(spreads, (0.025, 0.975))
         return self.horizon_of(float(low)), self.horizon_of(float(high))
 
 
@@ -254,8 +246,8 @@ class Squares(NamedTuple):
 
 
 def amount(x: float) -> str:
-    """A positive number in a line, without decimals from 10 up."""
-    return f"{x:,.0f}" if 10 <= x < MANY else f"{x:.2g}"
+    """A positive number in a line, without decimals from 10 up, and with an exponent if huge."""
+    return f"{x:,.0f}" if 10 <= x < 1e9 else f"{x:.2g}"
 
 
 def ratio_in_line(x: float) -> str:

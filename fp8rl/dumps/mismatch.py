@@ -36,12 +36,9 @@ from .symptoms import (
 )
 
 MANY_ZEROS = 0.05  # share of tokens
-COMMON_BITS = 4.0  # of mantissa; arithmetic of 16 bits leaves more, and FP8 mostly does
-LITTLE = 0.05  # log ratio, in nats; smaller ones hardly matter, whatever made them
 MOST_ERROR = 1.05  # of token_mult_prob_error; the tests of NeMo-RL ask for less
 DIGITS = 9  # of a number in JSON
 LONG = re.compile(r"\d{10,}\.0\b")  # a number in JSON that an exponent makes shorter
-LEAST_SHARE = 0.005  # of the squared gap, that is worth a percentage
 
 # What a kind of bug means, and what to do about it where that is sure. Otherwise what to look at.
 MEANING = {
@@ -283,7 +280,7 @@ class MismatchReport(NamedTuple):
 
 def line_of(symptom: Seen) -> str:
     """What a symptom says, and how much of the gap it explains."""
-    if not symptom.share > LEAST_SHARE:  # or NaN
+    if not symptom.share > 0.005:  # or NaN
         return symptom.says
     return f"{symptom.says.removesuffix('.')}; explains {symptom.share:.0%} of the squared gap"
 
@@ -492,8 +489,12 @@ def is_mostly_a_tail(symptoms: list[Seen]) -> bool:
 
 
 def has_few_bits(gap: Gap) -> bool:
-    """Whether the gap is larger than arithmetic in common use makes it."""
-    return np.abs(gap.flat.log_ratio).mean() > LITTLE and robust_bits(gap) < COMMON_BITS
+    """Whether the gap is larger than arithmetic in common use makes it.
+
+    Arithmetic of 16 bits leaves more than 4 bits of mantissa, and FP8 mostly does. Log ratios below
+    0.05 hardly matter, whatever made them.
+    """
+    return np.abs(gap.flat.log_ratio).mean() > 0.05 and robust_bits(gap) < 4
 
 
 def note_on_others(verdict: str, causes: list[str], gap: Gap) -> str:

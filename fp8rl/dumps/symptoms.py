@@ -36,14 +36,10 @@ import numpy as np
 
 from .gap import TINY, Gap, bins_of, correlation, mean_of_bin, ratio_in_line, standard_error
 
-FIXED, ERRORS, PERMUTED = "fixed", "errors", "permuted"
 FEW_TOKENS = 256  # with fewer tokens, chance alone reaches the limits
 FEW_SEQUENCES = 16  # with fewer sequences, sequences and positions are not compared
 CHANCE = 5.0  # standard deviations over permutations; of a maximum, one in a thousand is beyond
-# A few hundred permutations, or fewer for dumps of more than a million tokens.
-MOST_PERMUTATIONS = 200
-FEWEST_PERMUTATIONS = 50
-TOKENS_TO_PERMUTE = 5 * 10**7
+PERMUTATIONS = 200
 SMALL = 0.1  # log ratio, in nats, below which policies are alike
 OTHER_LABELS = "log-probabilities of other labels"
 # If weights and activations are rounded to b bits of mantissa, rms(d) / std(actor_logp) is about
@@ -51,7 +47,6 @@ OTHER_LABELS = "log-probabilities of other labels"
 SIZE = 0.55
 # Formats that are in use leave more bits than this: FP8 leaves 2 or 3, and FP4 leaves about 1.
 FEWEST_BITS = 0.8
-RMS_OF_MEAN = 1.4  # rms(d) over mean(|d|), as rounding leaves it
 # Bits that remain at least if both programs compute in a format. That is its bits of mantissa, less
 # three for errors that add up over layers (float32: less nine, because log-probabilities of large
 # vocabularies are sums of many terms).
@@ -65,8 +60,6 @@ BITS_LEFT = {
     "int4": 0.0,
     "fp4": 0.0,
 }
-SMALLEST = 0.3  # of r, below which it does not matter how small a log ratio is
-NEGLIGIBLE = 1e-4  # nats; smaller log ratios, such as float32 makes, are all alike
 FIRST = 4  # number of tokens at the beginning of a sequence in which padding is looked for
 
 
@@ -115,7 +108,7 @@ class Measured(NamedTuple):
 class Symptom(NamedTuple):
     """A row of the table.
 
-    `null`       FIXED, ERRORS or PERMUTED
+    `null`       "fixed", "errors" or "permuted"
     `limit`      of the value; the smallest one, where the dump decides
     `statistic`  takes `Evidence` and returns `Measured`, or None if this dump cannot be measured.
                  With `where`, it takes `Positions` and scores, which may be rotated
@@ -152,7 +145,8 @@ class Evidence:
     @functools.cached_property
     def size(self) -> np.ndarray:
         """|d|, and what may have become 0 in a file with few bits, [S, T]."""
-        lost = np.maximum(self.gap.step * np.maximum(-self.gap.actor, 1.0), NEGLIGIBLE)
+        lost = self.gap.step * np.maximum(-self.gap.actor, 1.0)
+        lost = np.maximum(lost, 1e-4)  # smaller log ratios, such as float32 makes, are all alike
         return np.abs(self.gap.log_ratio) + lost
 
     @functools.cached_property
@@ -164,7 +158,8 @@ class Evidence:
     @functools.cached_property
     def scores(self) -> np.ndarray:
         """log(0.3 + |d| / typical), [S, T]; 0 where there is no token."""
-        scores = np.log(SMALLEST + self.size / np.maximum(self.typical, TINY))
+        # Below 0.3, it does not matter how small a log ratio is.
+        scores = np.log(0.3 + self.size / np.maximum(self.typical, TINY))
         return np.where(self.gap.mask, scores, 0.0)
 
     @functools.cached_property
@@ -182,7 +177,8 @@ class Evidence:
         chances = np.zeros(len(rows))
         if any(value > row.limit for row, value in zip(rows, observed, strict=True)):
             # Otherwise no symptom is seen, whatever the permutations are.
-            number = permutations_of(int(p.lengths.sum()))
+            # Fewer permutations of dumps of more than a quarter of a million tokens
+            number = np.clip(5 * 10**7 // p.lengths.sum(), PERMUTATIONS // 4, PERMUTATIONS)
             rotated = (p.rotated(self.draw) for _ in range(number))
             values = np.array([[row.statistic(p, scores) for row in rows] for scores in rotated])
             chances = np.array([x.mean() + CHANCE * x.std() for x in values.T])
@@ -221,11 +217,6 @@ def measure(row: Symptom, evidence: Evidence) -> Seen | None:
     )
 
 
-def permutations_of(tokens: int) -> int:
-    """The number of permutations of a dump of so many tokens."""
-    return int(np.clip(TOKENS_TO_PERMUTE // tokens, FEWEST_PERMUTATIONS, MOST_PERMUTATIONS))
-
-
 def share_at(gap: Gap, affected: np.ndarray) -> float:
     """The share of the squared gap that is there only because `affected` tokens, [S, T], have
     larger log ratios than the others."""
@@ -240,15 +231,12 @@ def share_at(gap: Gap, affected: np.ndarray) -> float:
 # Statistics of all tokens alike
 
 
-OFFSETS = (1, -1, 2, -2)  # positions by which a log-probability may be misplaced
-
-
 def misplaced(evidence: Evidence) -> Measured | None:
     """Do the learner's log-probabilities fit those of another position better?"""
     gap = evidence.gap
     size = np.abs(gap.flat.log_ratio).mean()
     sizes = {}
-    for offset in OFFSETS:
+    for offset in (1, -1, 2, -2):
         place = np.arange(gap.mask.shape[1]) - offset
         is_inside = (place >= 0) & (place < gap.mask.shape[1])
         both = gap.mask & np.roll(gap.mask, offset, 1) & is_inside
@@ -264,10 +252,6 @@ def misplaced(evidence: Evidence) -> Measured | None:
     return Measured(value, share, words=words)
 
 
-# A learner that scores the wrong labels has such a correlation at most.
-WRONG_LABELS = 0.25
-
-
 def mislabelled(evidence: Evidence) -> Measured:
     """Does the learner give log-probabilities of other labels, hardly related to the actor's?
 
@@ -277,11 +261,8 @@ def mislabelled(evidence: Evidence) -> Measured:
     flat = evidence.gap.flat
     common = correlation(flat.learner, flat.actor)
     less_likely = float((flat.actor - flat.learner).mean())
-    value = less_likely if common < WRONG_LABELS else 0.0
+    value = less_likely if common < 0.25 else 0.0  # wrong labels leave no more
     return Measured(value, 1.0, words={"less_likely": less_likely, "common": common})
-
-
-OUTLIERS = 0.01  # share of tokens with the largest |d| that must not decide a mean ratio
 
 
 def truncated(evidence: Evidence) -> Measured:
@@ -293,7 +274,7 @@ def truncated(evidence: Evidence) -> Measured:
     gap = evidence.gap
     below = -gap.flat.excess
     size = np.abs(gap.flat.log_ratio)
-    is_usual = size <= np.quantile(size, 1 - OUTLIERS)
+    is_usual = size <= np.quantile(size, 0.99)
     value = np.inf
     for tokens in (np.ones_like(is_usual), is_usual):
         mean = below[tokens].mean()
@@ -315,7 +296,6 @@ def share_of_mean(gap: Gap) -> float:
 
 
 CERTAIN = 3.0  # nats, which the log of a product with a mean of 1 exceeds once in e^3 = 20 times
-MARGIN = 0.02  # of mean ratios; noise of 0.2 nats on log-probabilities makes as much
 
 
 def impossible(evidence: Evidence) -> Measured:
@@ -338,7 +318,8 @@ def impossible(evidence: Evidence) -> Measured:
     value = 0.0
     for values, log_factors, margin in (
         (gap.log_ratio, gap.log_ratio, margin_of_file),
-        (ratio, np.log1p(0.5 * ratio), margin_of_file + MARGIN),
+        # Noise of 0.2 nats on log-probabilities makes a mean ratio of 1.02.
+        (ratio, np.log1p(0.5 * ratio), margin_of_file + 0.02),
     ):
         surplus = values[gap.mask].mean() - margin
         # Tokens of a sequence may err together. Of few sequences, chance may make the error small.
@@ -352,8 +333,6 @@ def impossible(evidence: Evidence) -> Measured:
 
 
 STEEP = 0.05  # slope of a line in log-probability, as of a temperature of 0.95
-CLOSE = 0.9  # correlation of log-probabilities that remains when only the temperature differs
-STRAIGHT = 0.66  # the limit where the mean ratio is 1
 
 
 def tempered(evidence: Evidence) -> Measured:
@@ -373,9 +352,9 @@ def tempered(evidence: Evidence) -> Measured:
     slope = along * log_ratio.std() / max(actor.std(), TINY)
     of_learner, of_engine = ("below", "above") if slope < 0 else ("above", "below")
     # Unrelated log-probabilities have such a line, too. A temperature leaves them closely related.
-    is_close = correlation(actor, evidence.gap.flat.learner) > CLOSE
+    is_close = correlation(actor, evidence.gap.flat.learner) > 0.9
     value = abs(along) if is_close else 0.0
-    chance = STRAIGHT
+    chance = 0.66
     is_below = slope < -STEEP and measure(TRUNCATED, evidence).is_seen
     is_above = slope > STEEP and measure(IMPOSSIBLE, evidence).is_seen
     if is_below or is_above:
@@ -435,10 +414,7 @@ def bits_of_size(gap: Gap, size: float) -> float:
 def robust_bits(gap: Gap) -> float:
     """The bits of a gap of which a few tokens may have a huge part."""
     mean = np.abs(gap.flat.log_ratio).mean()
-    return max(bits_of(gap), bits_of_size(gap, RMS_OF_MEAN * mean))
-
-
-BINS = 10  # number of bins of log-probability, in each of which the mean log ratio is taken
+    return max(bits_of(gap), bits_of_size(gap, 1.4 * mean))  # rounding leaves 1.4 times the mean
 
 
 def learned(evidence: Evidence) -> Measured | None:
@@ -460,7 +436,7 @@ def learned(evidence: Evidence) -> Measured | None:
 
     actor = ranks(gap.actor)
     residuals = []
-    surplus = gap.log_ratio - mean_of_bin(gap.log_ratio, gap, bins_of(gap, BINS))
+    surplus = gap.log_ratio - mean_of_bin(gap.log_ratio, gap, bins_of(gap, 10))
     for x in (surplus, gap.advantages):
         rank = ranks(x)
         residuals.append(rank - actor * (rank @ actor) / (actor @ actor))
@@ -515,9 +491,7 @@ def is_repeated(tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
 # Do a few tokens differ?
 
 
-LARGE = 5.0  # how much larger than typical a log ratio is that belongs to a heavy tail
 NEARLY_ALL = 0.8  # of the squared gap of a heavy tail
-MATTERS = 0.2  # nats, which a heavy tail has at least: beyond that PPO clips
 
 
 def heavy_tail(evidence: Evidence) -> Measured:
@@ -533,11 +507,11 @@ def heavy_tail(evidence: Evidence) -> Measured:
     size = np.abs(gap.log_ratio)
     total = np.square(size[gap.mask]).sum()
     value = np.sqrt(total / max(np.square(evidence.typical[gap.mask]).sum(), TINY**2))
-    is_large = gap.mask & (size > LARGE * evidence.typical)
+    is_large = gap.mask & (size > 5 * evidence.typical)
     squares = -np.sort(-np.square(size[is_large]))
     of_large = squares.sum()
     fewest = int((np.cumsum(squares) < NEARLY_ALL * of_large).sum()) + 1
-    if of_large < MATTERS**2 * is_large.sum():
+    if of_large < 0.2**2 * is_large.sum():  # beyond 0.2 nats PPO clips
         value = 0.0
     place = np.arange(gap.mask.shape[1])[None]
     last = gap.mask.sum(1)[:, None] - 1
@@ -562,18 +536,13 @@ def heavy_tail(evidence: Evidence) -> Measured:
 # Do sequences differ?
 
 
-PIECES = 32  # pieces of the longest sequence, to be exchanged between sequences
-SHOWN = 5  # sequences that are named
-STANDS_OUT = 0.7  # log of 2, by which the size in a sequence exceeds the median
-
-
 def between_sequences(evidence: Evidence) -> Measured | None:
     """Do sequences differ in the size of their log ratios, in the first tokens or as a whole?"""
     gap = evidence.gap
     scores = evidence.scores
     if gap.sequences < FEW_SEQUENCES:
         return None
-    piece = -(-gap.mask.shape[1] // PIECES)
+    piece = -(-gap.mask.shape[1] // 32)  # the longest sequence has 32 pieces
     whole = spread_between(scores, gap.mask, piece, evidence.draw)
     first = spread_between(scores[:, :FIRST], gap.mask[:, :FIRST], 1, evidence.draw)
     at_first = first[0] / first[1] > whole[0] / whole[1]
@@ -582,8 +551,8 @@ def between_sequences(evidence: Evidence) -> Measured | None:
     mean = scores[:, shown].sum(1) / count
     is_sequence = gap.mask.any(1)
     median = np.median(mean[is_sequence])
-    stands_out = is_sequence & (mean > median + STANDS_OUT)
-    worst = np.argsort(-np.where(is_sequence, mean, -np.inf), kind="stable")[:SHOWN]
+    stands_out = is_sequence & (mean > median + 0.7)  # twice as large as the median
+    worst = np.argsort(-np.where(is_sequence, mean, -np.inf), kind="stable")[:5]
     words = {
         "times": np.exp(np.quantile(mean[is_sequence], 0.95) - median),
         "where": ", in the first tokens" if at_first else "",
@@ -619,7 +588,7 @@ def spread_between(
         return float((np.square(total) / number).sum() / number.sum())
 
     observed = variance(np.arange(len(sums)))
-    permuted = np.array([variance(draw.permutation(len(sums))) for _ in range(MOST_PERMUTATIONS)])
+    permuted = np.array([variance(draw.permutation(len(sums))) for _ in range(PERMUTATIONS)])
     value = np.sqrt(max(observed - permuted.mean(), 0.0))
     return float(value), max(float(np.sqrt(CHANCE * permuted.std())), SPREAD)
 
@@ -629,7 +598,6 @@ def spread_between(
 
 AFTER = 2  # positions from a position on, which are compared with
 BEFORE = 4  # positions before it
-FEW_TO_THIRD = 12  # tokens of a sequence of which a trend is measured
 
 
 class Positions(NamedTuple):
@@ -726,7 +694,7 @@ def last_over_others(p: Positions, scores: np.ndarray) -> float:
 
 def last_third_over_first(p: Positions, scores: np.ndarray) -> float:
     """Scores in the last third of each sequence, less those in the first third."""
-    third = np.where(p.lengths >= FEW_TO_THIRD, p.lengths // 3, 0)
+    third = np.where(p.lengths >= 12, p.lengths // 3, 0)
     if (third > 0).sum() < FEW_SEQUENCES:
         return 0.0
     until = np.pad(np.cumsum(scores, axis=1, dtype=np.float64), ((0, 0), (1, 0)))
@@ -765,7 +733,7 @@ def at_the_beginning(p: Positions, value: float) -> tuple[float, np.ndarray, dic
 MISPLACED = Symptom(
     "fit of a neighbouring token",
     "shift",
-    FIXED,
+    "fixed",
     2.0,
     misplaced,
     "the learner's log-probabilities fit the actor's of the token {distance} {side} it: they "
@@ -774,7 +742,7 @@ MISPLACED = Symptom(
 TRUNCATED = Symptom(
     "mean ratio below 1",
     "truncation",
-    FIXED,
+    "fixed",
     0.1,
     truncated,
     "the mean ratio is {ratio}: the actor never says what {missing:.1%} of the learner's "
@@ -783,7 +751,7 @@ TRUNCATED = Symptom(
 IMPOSSIBLE = Symptom(
     "mean ratio above 1",
     "mean ratio",
-    ERRORS,
+    "errors",
     4.5,
     impossible,
     "the mean ratio is {ratio} ± {error:.1g}, and tokens that the actor samples give at most 1",
@@ -795,7 +763,7 @@ SYMPTOMS = (
     Symptom(
         OTHER_LABELS,
         "shift",
-        FIXED,
+        "fixed",
         2.0,  # nats
         mislabelled,
         "the learner finds the tokens e^{less_likely:.1f} times less likely on average, and its "
@@ -806,7 +774,7 @@ SYMPTOMS = (
     Symptom(
         "line in log-probability",
         "temperature",
-        FIXED,
+        "fixed",
         0.25,
         tempered,
         "where the actor's log-probability changes by 1, the learner's changes by {slope:.2f} "
@@ -816,7 +784,7 @@ SYMPTOMS = (
     Symptom(
         "unlike log-probabilities",
         "other",
-        FIXED,
+        "fixed",
         0.12,
         unrelated,
         "the policies' log-probabilities correlate by {common:.2f} only: rounding to one bit of "
@@ -825,7 +793,7 @@ SYMPTOMS = (
     Symptom(
         "few bits",
         "other",
-        FIXED,
+        "fixed",
         1.0,
         coarse,
         "arithmetic with {bits:.1f} bits of mantissa would make such a gap, and formats in use "
@@ -834,7 +802,7 @@ SYMPTOMS = (
     Symptom(
         "bits of the precision",
         "precision",
-        FIXED,
+        "fixed",
         1.0,
         too_few_bits,
         "arithmetic with {bits:.1f} bits of mantissa would make such a gap, and {expected} "
@@ -843,7 +811,7 @@ SYMPTOMS = (
     Symptom(
         "a heavy tail",
         "heavy tail",
-        FIXED,
+        "fixed",
         5.0,  # root mean square over typical size
         heavy_tail,
         "{part:.0%} of the squared gap is at {fewest:,} of {tokens:,} tokens, {where}; the largest "
@@ -852,7 +820,7 @@ SYMPTOMS = (
     Symptom(
         "sequences that differ",
         "padding",
-        PERMUTED,
+        "permuted",
         SPREAD,
         between_sequences,
         "sequences differ: for its log-probabilities, a log ratio is {times:.1f} times as large in "
@@ -861,7 +829,7 @@ SYMPTOMS = (
     Symptom(
         "a position",
         "template",
-        PERMUTED,
+        "permuted",
         0.85,
         lambda p, scores: float(rises_of(p.means(scores)).max(initial=0.0)),
         "from token {position} on, log ratios are {times:.1f} times as large as before",
@@ -870,7 +838,7 @@ SYMPTOMS = (
     Symptom(
         "a large beginning",
         "beginning",
-        PERMUTED,
+        "permuted",
         0.4,
         functools.partial(first_over_others, count=2),
         "log ratios are {times:.1f} times as large at the first tokens as later",
@@ -879,7 +847,7 @@ SYMPTOMS = (
     Symptom(
         "the first token",
         "beginning",
-        PERMUTED,
+        "permuted",
         0.6,
         functools.partial(first_over_others, count=1),
         "log ratios are {times:.1f} times as large at the first token as later",
@@ -888,7 +856,7 @@ SYMPTOMS = (
     Symptom(
         "the last token",
         "last token",
-        PERMUTED,
+        "permuted",
         0.7,
         last_over_others,
         "log ratios are {times:.1f} times as large at the last token of sequences as just before",
@@ -897,7 +865,7 @@ SYMPTOMS = (
     Symptom(
         "a trend",
         "trend",
-        PERMUTED,
+        "permuted",
         0.6,
         last_third_over_first,
         "log ratios are {times:.1f} times as large in the last third of a sequence as in the first",
@@ -906,7 +874,7 @@ SYMPTOMS = (
     Symptom(
         COLUMN,
         "template",
-        PERMUTED,
+        "permuted",
         0.85,
         lambda p, scores: float(rises_of(p.means_of_columns(scores)[1]).max(initial=0.0)),
         "from column {column} of the rows on, prompts included, log ratios are {times:.1f} times "
@@ -916,7 +884,7 @@ SYMPTOMS = (
     Symptom(
         "tokens seen before",
         "repetition",
-        ERRORS,
+        "errors",
         0.35,  # typical sizes
         seen_before,
         "where a token occurs again in its sequence, the learner's log-probability is {side}, by "
@@ -925,7 +893,7 @@ SYMPTOMS = (
     Symptom(
         "advantages",
         "stale",
-        ERRORS,
+        "errors",
         0.15,
         learned,
         "the learner favours what turned out well (correlation {correlation:.2f} of a sequence's "
@@ -939,15 +907,9 @@ SYMPTOMS = (
 
 ZERO = 1e-6  # a log-probability of this size is 0
 CLEAR = 0.7  # nats: the other program gives the token less than half of the constant's probability
-CERTAINTY = 0.01  # nats below 0, down to which both programs are certain of a token
-# Of the zeros of which only one program is certain, this share must differ clearly. It is small
-# where an actor samples by top-p, and a single token is left to sample.
-SOME = 0.2
 CLEAR_AT_END = 0.1  # the same for the first or last token of nearly every sequence
 FEW = 4  # tokens of this number may be chance
 MUCH_MORE = 2.0  # how much more often such tokens must differ than all others
-SPIKE = 5  # how much more often a constant must occur than the numbers beside it
-FEW_PERCENT = 0.02  # of all tokens that a program which is certain of all of them must miss
 NEARLY = 0.9  # share that stands for all
 
 
@@ -1005,13 +967,15 @@ def constants(logp: np.ndarray, other: np.ndarray, mask: np.ndarray) -> np.ndarr
     found = zeros_in_every_sequence(is_zero, other, mask)
     clear_zeros = is_zero & differs
     is_rare_elsewhere = rate(differs, is_zero) > MUCH_MORE * rate(differs, mask & ~is_zero)
-    is_most = rate(differs, is_zero & (other < -CERTAINTY)) > SOME
+    # Of the zeros of which only one program is certain, a fifth must differ clearly. Fewer do where
+    # an actor samples by top-p, and a single token is left to sample.
+    is_most = rate(differs, is_zero & (other < -0.01)) > 0.2
     if clear_zeros.sum() >= FEW and is_rare_elsewhere and is_most:
         found |= runs_with(is_zero, clear_zeros)
     elif is_zero.sum() >= NEARLY * mask.sum():
         # A policy that is nearly as certain as a greedy one differs less.
         is_contradicted = is_zero & (other < -CLEAR_AT_END)
-        if is_contradicted.sum() >= max(FEW, FEW_PERCENT * mask.sum()):
+        if is_contradicted.sum() >= max(FEW, 0.02 * mask.sum()):
             found |= is_zero
     for number in repeated_numbers(logp[mask & ~is_zero]):
         tokens = mask & (logp == number)
@@ -1051,7 +1015,7 @@ def repeated_numbers(logp: np.ndarray) -> np.ndarray:
     numbers, counts = np.unique(logp, return_counts=True)
     beside = np.pad(counts, 2)
     neighbours = np.max([beside[:-4], beside[1:-3], beside[3:-1], beside[4:]], axis=0)
-    is_spike = (counts > FEW) & (counts >= SPIKE * np.maximum(neighbours, 1))
+    is_spike = (counts > FEW) & (counts >= 5 * np.maximum(neighbours, 1))
     is_spike &= 2 * numbers == np.round(2 * numbers)
     order = np.argsort(-counts[is_spike], kind="stable")
     return numbers[is_spike][order[:FEW]]
