@@ -14,7 +14,7 @@ import torch
 
 from fp8rl.bits.formats import format_of, rounded
 from fp8rl.bits.places import places_of
-from fp8rl.doctor import command as doctor
+from fp8rl.doctor import __main__ as doctor
 from fp8rl.doctor import keep
 from fp8rl.doctor.attach import Attached
 
@@ -63,7 +63,7 @@ def code_of(path: Path, arguments: list[str]) -> int:
 
 
 def launched(options, arguments: list, report: Path | None = None) -> None:
-    """In place of `command.launch`."""
+    """In place of `launch`."""
     attached = Attached(options.command, json.loads(json.dumps(arguments)), report)
     attached.attach()
     with attached.context:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl.doctor import command as doctor
+from fp8rl.doctor import __main__ as doctor
 from fp8rl.dumps.mismatch import mismatch
 from fp8rl.dumps.rules import RULES, VERSIONS, rule_of, weigh
 

@@ -16,9 +16,9 @@ from ..bits import adam
 from ..bits.catalogue import read_real_optimizer, split_real
 from ..bits.notation import OPERANDS, STATE, SUMS
 from ..bits.places import NO_NOISE, places_of
+from . import NO_STEP, Refusal, first_line, say
 from .copies import OptimizerCopy, RandomNumbers
 from .gradients import Operands
-from .output import NO_STEP, Refusal, first_line, say
 from .watcher import Hooks, parameters_of
 
 

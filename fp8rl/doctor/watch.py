@@ -35,10 +35,10 @@ from ..bits.notation import (
     split_entry,
 )
 from ..bits.places import places_of
+from . import NO_STEP, first_line, report_as_json
 from .copies import CopyShadow
 from .findings import NOT_JUDGED, Finding, Report, listed, with_cures, without_nan
 from .gradients import LookShadow, SumShadow
-from .output import NO_STEP, first_line, report_as_json
 from .rows import AVERAGES, LENGTH, AverageSearch, AverageShadow, RowShadow
 from .ruler import tensor_names
 from .watcher import Hooks, Watcher, innermost_optimizer, modules_of_process, parameters_of
