@@ -29,6 +29,7 @@ from ..bits import adam
 from ..bits.notation import STATE, split_entry
 from ..bits.places import SLACK, PlaceFormat
 from .findings import Finding, judge, with_cures
+from .output import first_line
 from .ruler import Ruler, Sample, WindowSums, add_up
 from .watcher import GroupSettings, Update, Watcher, alive, largest_of
 
@@ -460,6 +461,7 @@ class AverageShadow:
         self.sources = [weakref.ref(p) for p in sources]
         self.rate = rate
         self.length = length
+        self.device = tensors[0].device
         self.sample = Sample(tensors, size, 0)
         forms = {text: PlaceFormat.of(split_entry(text)[1]) for text in texts}
         texts = sorted(texts, key=lambda text: forms[text].stochastic)
@@ -484,6 +486,8 @@ class AverageShadow:
         sources = alive(self.sources)
         if not tensors or len(sources) < len(self.sources):
             return  # the script has dropped them
+        if not all(is_plain(x, self.device) for x in [*tensors, *sources]):
+            return  # the script has moved them, or freed their memory
         rate = self.rate() if callable(self.rate) else self.rate
         source = self.sample.read(sources) if sources else None
         self.recorded.append((self.sample.read(tensors), source, rate))
@@ -579,6 +583,9 @@ class AverageSearch:
     by one share of the way to the trained module, three times in a row, are averages. A copy of the
     weights is none. Averages that are no modules are named to `Doctor.follow`.
 
+    A script may have modules of any kind. Those that are not in float32 on the optimizer's device
+    are passed over, and a search that fails all the same ends, with `trouble` saying why.
+
     `watcher`  the optimizer
     `trained`  returns the identities of all parameters that optimizers train
     `length`   updates in a window
@@ -595,13 +602,27 @@ class AverageSearch:
         self.next = self.FIRST
         self.candidates: list[AverageShadow] = []
         self.known: set[int] = set()  # identities of tensors that are candidates
+        self.trouble = ""
 
     @property
     def found(self) -> list[AverageShadow]:
         return [candidate for candidate in self.candidates if candidate.is_average]
 
     def before(self) -> None:
+        if self.trouble:
+            return
         self.steps += 1
+        try:
+            self.look()
+        except Exception as error:
+            self.candidates = []
+            self.trouble = (
+                f"the search for running averages failed after {self.steps - 1} steps "
+                f"({type(error).__name__}: {first_line(error)})"
+            )
+
+    def look(self) -> None:
+        """Searches when it is time for it, and reads the candidates."""
         if self.steps == self.next:
             self.next *= self.APART
             self.search()
@@ -619,6 +640,8 @@ class AverageSearch:
         others = []
         for module in (x for x in gc.get_objects() if issubclass(type(x), nn.Module)):
             ids = {id(p) for p in module.parameters()}
+            if not all(is_plain(p, self.watcher.device) for p in module.parameters()):
+                continue
             if ids & self.watcher.keys:
                 sources.setdefault(kind_of(module), []).append(module)
             elif ids and not ids & trained:
@@ -641,6 +664,22 @@ class AverageSearch:
             self.watcher.sample.numbers_per_tensor * len(self.watcher.references),
             source.parameters(),
         )
+
+
+def is_plain(x: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor has its numbers in float32 on a device.
+
+    Modules may have parameters on the device "meta", which have no numbers, in other types and
+    layouts, of classes that keep their numbers elsewhere, without a shape before their first call,
+    and those whose memory is freed while they are not needed.
+    """
+    return (
+        type(x) in (torch.Tensor, nn.Parameter)
+        and x.dtype == torch.float32
+        and x.device == device
+        and x.layout == torch.strided
+        and x.untyped_storage().nbytes() >= 4 * x.numel()
+    )
 
 
 def kind_of(module: nn.Module) -> tuple:

@@ -507,6 +507,9 @@ def notes_on(watcher: Watcher, has_findings: bool) -> list[str]:
         notes.append(f"not judged, because not float32: {listed(watcher.not_float32)}")
     if watcher.joined:
         notes.append(f"not followed: {listed([*watcher.joined.values()])}")
+    for shadow in watcher.shadows:
+        if isinstance(shadow, AverageSearch) and shadow.trouble:
+            notes.append(shadow.trouble)
     if not watcher.is_adam:
         notes.append(
             "only its weights are judged: moments are followed of Adam and AdamW without amsgrad"
