@@ -30,7 +30,7 @@ from ..bits.notation import STATE, split_entry
 from ..bits.places import SLACK, PlaceFormat
 from .findings import Finding, judge, with_cures
 from .output import first_line
-from .ruler import Ruler, Sample, WindowSums, add_up
+from .ruler import Ruler, Sample, WindowSums
 from .watcher import GroupSettings, Update, Watcher, alive, largest_of
 
 LENGTH = 32  # updates in a window
@@ -528,11 +528,11 @@ class AverageShadow:
         self.true += pull
         stochastic = slice(self.rows.nearest, None)
         old, new, pull = (part[stochastic] for part in (self.kept, kept, pull))
-        step = WindowSums.of(new - old, pull, new == old, self.sample.emphasis)
         # The noise that stochastic rounding has on average, although few numbers may show it
         spacing = self.stochastic_rows.steps(old + pull, self.largest)
         expected = (spacing * np.abs(pull) * self.sample.emphasis).mean(2, dtype=np.float64)
-        self.steps.append(step._replace(apart=np.maximum(step.apart, expected)))
+        step = WindowSums.of(new - old, pull, new == old, self.sample.emphasis, expected)
+        self.steps.append(step._replace(apart=step.expected))
         self.kept = kept
         if len(self.steps) == self.length:
             self.end_window()
@@ -549,11 +549,9 @@ class AverageShadow:
     def end_window(self) -> None:
         moved = self.kept - self.start
         lost = (moved == 0) & (self.true != 0)
-        sums = WindowSums.of(moved, self.true, lost, self.sample.emphasis)
         # Steps in place of windows for the stochastic rows
-        for part, of_steps in zip(sums[:3], add_up(self.steps), strict=False):
-            part[self.rows.nearest :] = of_steps
-        self.ruler.add_sums(sums, moved, self.true)
+        steps = WindowSums(*map(np.array, zip(*self.steps, strict=True))).mean()
+        self.ruler.add(moved, self.true, lost, steps=steps)
         self.begin_window(self.kept)
 
     def findings(self, tolerates: tuple[float, float], names: collections.Counter) -> list[Finding]:
