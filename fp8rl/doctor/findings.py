@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..bits.catalogue import PLACES as REAL_PLACES
 from ..bits.notation import split_entry
 from ..bits.places import PlaceFormat
-from .ruler import ERRORS, Reading, is_above, is_below, is_stochastic
+from .ruler import ERRORS, Reading, Ruler, is_above, is_below, is_stochastic
 
 AS_FLOAT32 = "as float32"
 NOT_JUDGED = "not judged"
@@ -172,6 +172,24 @@ def judge(
     )
 
 
+def judge_all(
+    optimizer: str, ruler: Ruler, tolerates: tuple[float, float], length: int
+) -> list[Finding]:
+    """The findings for all shadows of a ruler, without cures. `length` is how many updates a window
+    has."""
+    stay = f"{{share}} of the numbers stay the same over {length} updates"
+    lost = dict.fromkeys(("grad", "forward", "backward"), "{share} of the gradients become 0")
+    lost["m"] = "{share} of the m are kept as 0"
+    for place, numbers in (("v", "v"), ("root", "roots of v")):
+        lost[place] = (
+            f"{{share}} of the {numbers} are kept as 0, and Adam then divides by eps alone"
+        )
+    return [
+        judge(optimizer, text, reading, tolerates, lost.get(split_entry(text)[0], stay))
+        for text, reading in ruler.readings().items()
+    ]
+
+
 def word_for(reading: Reading, tolerates: tuple[float, float]) -> str:
     """The word, by the factors of the learning rate that the training tolerates.
 
@@ -231,15 +249,6 @@ def listed(names: list[str]) -> str:
     """Names in a line. Of a long list, only the first few."""
     more = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
     return ", ".join([*names[:NAMED], *more])
-
-
-def without_nan(x):
-    """`x` with None in place of NaN and infinity, which JSON does not have."""
-    if isinstance(x, dict):
-        return {name: without_nan(value) for name, value in x.items()}
-    if isinstance(x, list | tuple):
-        return [without_nan(value) for value in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def bits_in(finding: Finding) -> float:
