@@ -138,6 +138,7 @@ class GradientShadow(Shadow):
         self.length = length
         self.ruler = Ruler(watcher.sample, texts, watcher.tensor_names)
         self.count = 0  # updates in this window so far
+        self.moments: list[np.ndarray] | None = None
 
     def begin_at(self, moments: list[np.ndarray], steps: float) -> None:
         """Begins with moments [T, P]: m and v of Adam, or the momentum of SGD."""
@@ -145,15 +146,11 @@ class GradientShadow(Shadow):
         self.moments = [np.tile(x, rows) for x in moments]
         self.steps = steps
 
-    def take_step(
-        self, gradients: np.ndarray, weight: np.ndarray, live: np.ndarray, settings: GroupSettings
-    ) -> None:
-        """Takes a step with each of the gradients [1 + C, T, P], and ends the window if it is full.
-
-        `weight`    float32's weights before the step, [T, P]
-        `live`      whether a tensor has a gradient, bool [T, 1]
-        `settings`  arrays [T, 1]
-        """
+    def take_step(self, update: Update, gradients: np.ndarray, live: np.ndarray) -> None:
+        """Takes the step of an update with each of the gradients [1 + C, T, P], and ends the window
+        if it is full. `live` says whether a tensor has a gradient, bool [T, 1]."""
+        weight = update.weight.cpu().numpy()
+        settings = GroupSettings(*(x[0] for x in self.watcher.by_tensor([update.settings])))
         step = self.step_of_adam if self.watcher.is_adam else self.step_of_sgd
         moved = np.where(live, step(settings, gradients, weight, live), 0)
         self.moved = moved if self.count == 0 else self.moved + moved
@@ -241,8 +238,7 @@ class LookShadow(GradientShadow):
             nothing = np.zeros_like(g)
             self.begin_at([nothing, nothing], 0)
         gradients = np.stack([g, *self.as_the_training_scales(g, looked)])
-        settings = GroupSettings(*(x[0] for x in self.watcher.by_tensor([update.settings])))
-        self.take_step(gradients, update.weight.cpu().numpy(), np.array(True), settings)
+        self.take_step(update, gradients, np.array(True))
         if self.count == 0:
             self.next *= 2
 
@@ -291,7 +287,6 @@ class SumShadow(GradientShadow):
         self.kept = np.stack([self.sum] * len(texts))  # in each format, [C, T, P]
         self.added = np.zeros(tensors, int)  # gradients in the present sum
         self.has_new = np.zeros(tensors, bool)  # whether one was added since the last step
-        self.has_begun = False
         self.contributions: list[float] = []  # in each step
         self.shares: list[np.ndarray] = []  # of each step, what is left of the sum, [C]
 
@@ -349,9 +344,8 @@ class SumShadow(GradientShadow):
 
     def before(self) -> None:
         """Begins with the moments that the optimizer has now."""
-        if self.has_begun or self.trouble:
+        if self.moments is not None or self.trouble:
             return
-        self.has_begun = True
         watcher = self.watcher
         names = ("exp_avg", "exp_avg_sq") if watcher.is_adam else ("momentum_buffer",)
         moments = [watcher.sample.take(watcher.state(name)) for name in names]
@@ -376,8 +370,7 @@ class SumShadow(GradientShadow):
             self.contributions.append(float(np.median(self.added[seen])))
         self.has_new[:] = False
         gradients = np.concatenate((gradient[None], self.kept))
-        settings = GroupSettings(*(x[0] for x in self.watcher.by_tensor([update.settings])))
-        self.take_step(gradients, update.weight.cpu().numpy(), live, settings)
+        self.take_step(update, gradients, live)
 
     def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
         if self.trouble:

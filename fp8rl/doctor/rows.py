@@ -49,11 +49,8 @@ class FormatRows:
     normal numbers begin. Raises ValueError for a format in blocks.
     """
 
-    # The bits of a float32: a sign, 8 of exponent, 23 of mantissa.
-    MAGNITUDE = 0x7FFFFFFF
-    EXPONENT = 0x7F800000
+    # A float32 has a sign, 8 bits of exponent, whose bias is 127, and 23 of mantissa.
     ONE_DOUBLING = 1 << 23
-    BIAS = 127  # of the exponent
 
     def __init__(self, forms: list[PlaceFormat], seed: int):
         def column(values: list, dtype=np.float32) -> np.ndarray:
@@ -74,7 +71,7 @@ class FormatRows:
         # The following are bits of float32.
         self.largest = column([form.format.largest for form in forms]).view(np.int32)
         self.scale_mask = column([-self.ONE_DOUBLING * form.scaled for form in forms], np.int32)
-        smallest_normal = [form.format.normal + self.BIAS + form.scaled for form in forms]
+        smallest_normal = [form.format.normal + 127 + form.scaled for form in forms]
         self.smallest_normal = self.ONE_DOUBLING * column(smallest_normal, np.int32)
 
     @classmethod
@@ -131,13 +128,13 @@ class FormatRows:
 
     def steps(self, x: np.ndarray, largest: np.ndarray) -> np.ndarray:
         """The distance of the format's numbers around each number of `x`, float32 [C, T, P]."""
-        bits = x.view(np.int32) & self.MAGNITUDE
+        bits = x.view(np.int32) & 0x7FFFFFFF  # without the sign
         top = np.maximum(bits.max(-1, keepdims=True), largest.view(np.int32))
         # The scale is the smallest power of two that brings `top` to at most the largest number. It
         # multiplies the smallest normal number, which in bits is an addition.
         scale = top - self.largest - 1 & self.scale_mask
         smallest_normal = np.maximum(scale + self.smallest_normal, self.ONE_DOUBLING)
-        bits &= self.EXPONENT  # the power of two below x
+        bits &= 0x7F800000  # the exponent: the power of two below x
         np.maximum(bits, smallest_normal, out=bits)
         step = bits.view(np.float32)
         step *= self.spacing
@@ -347,7 +344,7 @@ def share_of_way(old: np.ndarray, new: np.ndarray, source: np.ndarray) -> float 
     residual = np.linalg.norm(move - share * way, axis=-1)
     # The plain ways to write the update differ by a fifth of this: they round up to three times
     rounding = 2.0**-23 * np.linalg.norm(np.abs(old) + np.abs(source), axis=-1)
-    if np.linalg.norm(move, axis=-1) <= 8 * rounding:
+    if not np.linalg.norm(move, axis=-1) > 8 * rounding:  # nor is a NaN a move
         return None
     return float(share) if residual <= rounding else math.nan
 
@@ -373,9 +370,6 @@ class AverageShadow(Shadow):
     answers to the noise. So stochastic rows are measured step by step: the noise of a step is not
     in the d of the same step.
     """
-
-    MOVES = 3  # how many moves must be explained until a module is known for an average
-    COPY = 0.999  # a larger share is a copy of the weights
 
     def __init__(
         self,
@@ -405,9 +399,9 @@ class AverageShadow(Shadow):
 
     @property
     def is_average(self) -> bool:
-        """Whether enough moves are explained by a share of the way to the sources. A copy of them
-        is no average."""
-        return len(self.rates) >= self.MOVES and self.rates[-1] < self.COPY
+        """Whether three moves are explained by a share of the way to the sources. A share above
+        0.999 is a copy of them, which is no average."""
+        return len(self.rates) >= 3 and self.rates[-1] < 0.999
 
     @torch.no_grad()
     def before(self) -> None:
@@ -416,7 +410,7 @@ class AverageShadow(Shadow):
         sources = alive(self.sources)
         if not tensors or len(sources) < len(self.sources):
             return  # the script has dropped them
-        if not all(is_plain(x, self.device) for x in [*tensors, *sources]):
+        if sources and not all(is_plain(x, self.device) for x in [*tensors, *sources]):
             return  # the script has moved them, or freed their memory
         rate = self.rate() if callable(self.rate) else self.rate
         source = self.sample.read(sources) if sources else None
@@ -510,15 +504,12 @@ class AverageSearch(Shadow):
     `length`   updates in a window
     """
 
-    FIRST = 32
-    APART = 8  # each search comes at so many times the steps of the one before
-
     def __init__(self, watcher: Watcher, trained: Callable[[], set[int]], length: int):
         self.watcher = watcher
         self.trained = trained
         self.length = length
         self.steps = 0
-        self.next = self.FIRST
+        self.next = 32  # the step of the next search
         self.candidates: list[AverageShadow] = []
         self.known: set[int] = set()  # identities of tensors that are candidates
         self.trouble = ""
@@ -532,21 +523,17 @@ class AverageSearch(Shadow):
             return
         self.steps += 1
         try:
-            self.look()
+            if self.steps == self.next:
+                self.next *= 8
+                self.search()
+            for candidate in self.candidates:
+                candidate.before()
         except Exception as error:
             self.candidates = []
             self.trouble = (
                 f"the search for running averages failed after {self.steps - 1} steps "
                 f"({type(error).__name__}: {first_line(error)})"
             )
-
-    def look(self) -> None:
-        """Searches when it is time for it, and reads the candidates."""
-        if self.steps == self.next:
-            self.next *= self.APART
-            self.search()
-        for candidate in self.candidates:
-            candidate.before()
         self.candidates = [x for x in self.candidates if not x.is_refuted]
 
     def search(self) -> None:

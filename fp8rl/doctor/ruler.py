@@ -42,8 +42,6 @@ class Sample:
                 that each different number counts alike. It is 1 where no number is repeated.
     """
 
-    # Up to so many numbers, all tensors are joined to one, which is read at once
-    JOINED_UP_TO = 2**18
     # How many numbers of a tensor are followed at least. If none of 64 moves, then with a
     # confidence of 95% fewer than one in 20 of the tensor's numbers move (0.95^64 = 0.04), and it
     # is called frozen.
@@ -68,7 +66,8 @@ class Sample:
         times_whole, left = np.divmod(self.numbers_per_tensor, counts)
         repeats = times_whole + (entry % counts < left)  # [T, P]
         self.emphasis = (self.numbers_per_tensor / (counts * repeats)).astype(np.float32)
-        self.is_joined = self.sizes.sum() <= self.JOINED_UP_TO
+        # So few numbers are joined to one tensor, which is read at once
+        self.is_joined = self.sizes.sum() <= 2**18
         self.index_joined: dict[int, torch.Tensor] = {}  # by how many lists are joined
 
     @torch.no_grad()
@@ -267,10 +266,9 @@ class Ruler:
     `numbers`  sums over windows for each number that is followed, from which standard errors
                follow, in consecutive parts of the training, each as long as the others but for the
                last one. A part is an array, float32 [2, C, T, P]: for each shadow and each number,
-               the sum of d d over the windows, then that of d' d.
+               the sum of d d over the windows, then that of d' d. When there are 8 parts, each two
+               neighbours become one, so a long training needs no more memory.
     """
-
-    MOST_PARTS = 8  # of `numbers`: then each two neighbours become one, which bounds the memory
 
     def __init__(
         self,
@@ -284,7 +282,6 @@ class Ruler:
         self.weight = sample.sizes.astype(float)
         self.texts = texts
         self.tensor_names = tensor_names
-        self.is_noisy = [is_stochastic(text) for text in texts]
         self.steps = steps
         self.parts = parts
         self.windows: list[WindowSums] = []
@@ -316,20 +313,17 @@ class Ruler:
         if len(self.windows) % self.windows_of_part:
             self.numbers[-1] += by_number
         else:
-            if len(self.numbers) == self.MOST_PARTS:
+            if len(self.numbers) == 8:
                 pairs = zip(self.numbers[::2], self.numbers[1::2], strict=True)
                 self.numbers = [first + second for first, second in pairs]
                 self.windows_of_part *= 2
             self.numbers.append(by_number)
         self.windows.append(sums)
 
-    def readings(self) -> dict[str, Reading | None]:
-        """What is measured of each shadow; None if no window is full, or nothing moved."""
-        return {text: self.reading(row) for row, text in enumerate(self.texts)}
-
     def reading(self, row: int) -> Reading | None:
+        """What is measured of a shadow; None if no window is full, or nothing moved."""
         weight = self.weight
-        is_noisy = self.is_noisy[row]
+        is_noisy = is_stochastic(self.texts[row])
         if not self.windows:
             return None
         windows = self.in_parts(row, self.parts)

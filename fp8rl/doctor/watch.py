@@ -90,8 +90,8 @@ class CastProbe:
         if not (devices and torch.is_autocast_cache_enabled()):
             return False
         if self.probe is None:
-            options = {"dtype": torch.float32, "device": devices[0]}
-            self.probe = nn.Parameter(torch.ones(1, 1, **options))
+            one = torch.ones(1, 1, dtype=torch.float32, device=devices[0])
+            self.probe = nn.Parameter(one)
         with torch.enable_grad():  # only casts with a gradient are kept
             product = self.probe @ self.probe
         is_old = bool(product != self.probe.square())
@@ -212,15 +212,15 @@ class Doctor(Hooks):
         if any(type(p).__name__ == "DTensor" for p in parameters_of(optimizer)):
             raise ValueError("its parameters are sharded (DTensor)")
         watcher = Watcher(optimizer, patient.name, modules, self.sample, self.seed)
-
-        def texts_of(places: tuple[str, ...]) -> list[str]:
-            return [text for text in self.formats if split_entry(text)[0] in places]
-
+        operands, state, sums = (
+            [text for text in self.formats if split_entry(text)[0] in places]
+            for places in (OPERANDS, STATE, SUMS)
+        )
         watcher.shadows = [
-            LookShadow(watcher, texts_of(OPERANDS)),
-            RowShadow(watcher, texts_of(STATE), self.length, self.seed),
+            LookShadow(watcher, operands),
+            RowShadow(watcher, state, self.length, self.seed),
         ]
-        if sums := texts_of(SUMS):
+        if sums:
             shadow = SumShadow(watcher, sums, self.length, self.seed)
             watcher.shadows.append(shadow)
             self.hooks += shadow.install(functools.partial(self.guarded, patient))
@@ -232,8 +232,7 @@ class Doctor(Hooks):
 
     def trained(self) -> set[int]:
         """The identities of all parameters that optimizers of the process train."""
-        optimizers = [self.optimizers[n] for n in range(len(self.optimizers))]
-        present = [optimizer for optimizer in optimizers if optimizer is not None]
+        present = [optimizer for optimizer in self.optimizers if optimizer is not None]
         return {id(p) for optimizer in present for p in parameters_of(optimizer)}
 
     # In a loop
@@ -440,27 +439,26 @@ class Doctor(Hooks):
             # JSON has no NaN and no infinity: they become null
             return json.loads(json.dumps(alike), parse_constant=lambda _: None)
 
-        optimizers = []
-        averages = []
-        for patient in self.patients:
-            watcher = patient.watcher
-            optimizers.append(
-                {
-                    "name": patient.name,
-                    "steps": patient.steps,
-                    "tensors": watcher.tensor_names if watcher else [],
-                    "findings": findings(patient.name),
-                }
-            )
-            for average in averages_beside(watcher) if watcher else ():
-                averages.append(
-                    {
-                        "name": average.title,
-                        "optimizer": patient.name,
-                        "tau": average.rates[:: max(len(average.rates) - 1, 1)],
-                        "findings": findings(average.title),
-                    }
-                )
+        watched = [patient for patient in self.patients if patient.watcher is not None]
+        optimizers = [
+            {
+                "name": patient.name,
+                "steps": patient.steps,
+                "tensors": patient.watcher.tensor_names if patient in watched else [],
+                "findings": findings(patient.name),
+            }
+            for patient in self.patients
+        ]
+        averages = [
+            {
+                "name": average.title,
+                "optimizer": patient.name,
+                "tau": average.rates[:: max(len(average.rates) - 1, 1)],
+                "findings": findings(average.title),
+            }
+            for patient in watched
+            for average in averages_beside(patient.watcher)
+        ]
         return report_as_json(optimizers, report.notes, averages)
 
 
@@ -488,9 +486,8 @@ def notes_on(watcher: Watcher, has_findings: bool) -> list[str]:
         notes.append(f"not judged, because not float32: {listed(watcher.not_float32)}")
     if watcher.joined:
         notes.append(f"not followed: {listed([*watcher.joined.values()])}")
-    for shadow in watcher.shadows:
-        if isinstance(shadow, AverageSearch) and shadow.trouble:
-            notes.append(shadow.trouble)
+    searches = [shadow for shadow in watcher.shadows if isinstance(shadow, AverageSearch)]
+    notes += [search.trouble for search in searches if search.trouble]
     if not watcher.is_adam:
         notes.append(
             "only its weights are judged: moments are followed of Adam and AdamW without amsgrad"
