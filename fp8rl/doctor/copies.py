@@ -92,9 +92,10 @@ class OptimizerCopy:
     `entry`      which class, with which options (bits/catalogue.py)
     `optimizer`  the script's optimizer
 
-    `parameters` has the copy of each parameter by the identity of the script's one. `left_out` says
-    in words which options are not the script's. Parameters of other types are left out. Parameters
-    that do not learn are copied, too, because they may learn later.
+    `parameters` has the copy of each parameter by the identity of the script's one. `remarks` say
+    in words which options are not the script's, and whether it once began without the script's
+    state. Parameters of other types are left out. Parameters that do not learn are copied, too,
+    because they may learn later.
 
     Raises ValueError, with a message of one line, where the class cannot stand for the script's.
     """
@@ -103,7 +104,7 @@ class OptimizerCopy:
         self.entry = entry
         self.type = TYPES[entry.type]
         self.parameters: dict[int, torch.nn.Parameter] = {}
-        self.factory, options, self.left_out = class_and_options(entry, optimizer)
+        self.factory, options, self.remarks = class_and_options(entry, optimizer)
         # Options that follow the script's, which a schedule may change
         self.shared = [name for name in options if name not in entry.options]
         groups = []
@@ -145,14 +146,13 @@ class OptimizerCopy:
         """Begins anew, with the state that the script's optimizer has now.
 
         A script may resume, or empty, zero or load the state later. What the real optimizer keeps
-        under the same name in the same shape is taken over, rounded as it keeps it. `lacks_state`
-        says that nothing of a state could be taken over.
+        under the same name in the same shape is taken over, rounded as it keeps it. If that is
+        nothing of a state, it begins without one, and a remark says so.
 
         A class makes its state in its first step. So it makes one with gradients of 0, of which
         only the state is left.
         """
         self.make()
-        self.lacks_state = False
         states = {
             self.parameters[id(p)]: state
             for p, state in optimizer.state.items()
@@ -174,7 +174,9 @@ class OptimizerCopy:
         taken = [take_over(state, self.optimizer.state[copy]) for copy, state in states.items()]
         if not any(taken):
             self.make()
-            self.lacks_state = True
+            remark = "it began without the state of the script, which it cannot read"
+            if remark not in self.remarks:
+                self.remarks.append(remark)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -548,7 +550,7 @@ class CopyShadow:
 
     def make(self, real: RealCopy) -> None:
         real.copy = OptimizerCopy(real.entry, self.watcher.optimizer)
-        real.remarks = list(real.copy.left_out)
+        real.remarks = real.copy.remarks  # the same list, to which the copy may add
 
     def attempt(self, real: RealCopy, what: str, function: Callable[[], None]) -> None:
         """Calls a function of a copy. A copy that fails makes no more steps."""
@@ -616,7 +618,6 @@ class CopyShadow:
         parameters = self.parameters_of(real)
         before = [p.detach().clone() for p in parameters]
         what = f"failed in step {self.updates}"
-        lacks_state = real.copy.lacks_state
         self.attempt(real, what, lambda: real.copy.step(optimizer))
         if real.copy is None:
             return
@@ -625,8 +626,6 @@ class CopyShadow:
         real.longest = torch.maximum(real.longest, longest)
         if float(longest.max()) > leap > 0:
             real.leaps.append(self.updates)
-        if self.updates == 1 and lacks_state:
-            real.remarks.append("it began without the state of the script, which it cannot read")
         diverges = not longest.isfinite().all()
         if self.updates == 1 or diverges:
             keys = [id(p) for p in self.watcher.parameters]
