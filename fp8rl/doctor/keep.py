@@ -16,7 +16,7 @@ from ..bits import adam
 from ..bits.catalogue import read_real_optimizer, split_real
 from ..bits.notation import OPERANDS, STATE, SUMS
 from ..bits.places import NO_NOISE, places_of
-from .copies import OptimizerCopy, RandomNumbers
+from .copies import OptimizerCopy
 from .gradients import Operands
 from .output import NO_STEP, Refusal, first_line, say
 from .watcher import Hooks, parameters_of
@@ -63,8 +63,7 @@ class Keep(Hooks):
         emulated, real = split_real(formats)
         self.places = places_of(emulated, (*STATE, *SUMS, *OPERANDS))
         self.real = read_real_optimizer(real[0]) if real else None
-        self.copies: list[OptimizerCopy | None] = []
-        self.random_numbers: RandomNumbers | None = None
+        self.copies: dict[int, OptimizerCopy] = {}  # by the number of the script's optimizer
         # Random numbers of its own, so that the script draws what it always draws
         self.generator = torch.Generator(device="cpu").manual_seed(0)
         self.moments_kept = False
@@ -91,49 +90,33 @@ class Keep(Hooks):
     @refuses
     def begin(self, number: int) -> None:
         self.round_weights(number)
+        optimizer = self.optimizers[number]
         if "grad" in self.places:
-            for p in parameters_of(self.optimizers[number]):
+            for p in parameters_of(optimizer):
                 if p.grad is not None:
                     self.round_sum(p)
                 p.register_post_accumulate_grad_hook(self.after_adding)
-        self.copies.append(None)
         if self.real is not None:
-            self.make_copy(number)
-
-    def make_copy(self, number: int) -> None:
-        """Makes the real optimizer that takes the place of a script's optimizer."""
-        optimizer = self.optimizers[number]
-        if self.random_numbers is None:
-            device = optimizer.param_groups[0]["params"][0].device
-            self.random_numbers = RandomNumbers(device)
-        with self.random_numbers.in_use():
             try:
-                self.copies[number] = OptimizerCopy(self.real, optimizer)
+                copy = OptimizerCopy(self.real, optimizer)
             except ValueError as error:
                 raise Refusal(f"{self.name_of(number)}: {first_line(error)}") from error
-        self.give_back(number)
+            copy.give_back(optimizer)
+            self.copies[number] = copy
 
     @refuses
     def before(self, number: int) -> None:
-        copy = self.copies[number]
-        if copy is not None:
-            copy.take_changes(self.optimizers[number])
+        if number in self.copies:
+            self.copies[number].take_changes(self.optimizers[number])
 
     @refuses
     def after(self, number: int) -> None:
         self.round_weights(number)
-        copy = self.copies[number]
         optimizer = self.optimizers[number]
-        # A GradScaler tells a fused optimizer in this way to skip the step.
-        if copy is None or getattr(optimizer, "found_inf", None):
-            return
-        with self.random_numbers.in_use():
-            copy.step(optimizer)
-        self.give_back(number)
-
-    def give_back(self, number: int) -> None:
-        """Gives the script's parameters the numbers of the copies."""
-        self.copies[number].give_back(self.optimizers[number])
+        # A GradScaler tells a fused optimizer by `found_inf` to skip the step.
+        if number in self.copies and not getattr(optimizer, "found_inf", None):
+            self.copies[number].step(optimizer)
+            self.copies[number].give_back(optimizer)
 
     @refuses
     def after_wrapper(self, number: int) -> None:

@@ -8,10 +8,10 @@ is kept is a sample.
 """
 
 import contextlib
+import contextvars
 import gc
 import math
 import os
-import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
@@ -335,12 +335,8 @@ def largest_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack(norms).unsqueeze(1)
 
 
-at_work = threading.local()  # has `is_shadow` while a shadow makes a step in this thread
-
-
-def is_step_of_shadow() -> bool:
-    """Whether the step that is being made is a shadow's, and none of the script."""
-    return getattr(at_work, "is_shadow", False)
+# Whether the step that is being made is a shadow's, and none of the script
+shadow_steps = contextvars.ContextVar("shadow_steps", default=False)
 
 
 class Optimizers:
@@ -409,7 +405,7 @@ class Hooks:
     def before_step(self, optimizer, args, kwargs) -> None:
         if os.getpid() != self.process:
             return  # a fork of the script
-        if is_step_of_shadow():
+        if shadow_steps.get():
             return
         number = self.optimizers.number_of(optimizer)
         if number is None:
@@ -421,7 +417,7 @@ class Hooks:
         self.before(number)
 
     def after_step(self, optimizer, args, kwargs) -> None:
-        if os.getpid() != self.process or is_step_of_shadow():
+        if os.getpid() != self.process or shadow_steps.get():
             return
         number = self.optimizers.number_of(optimizer)
         if number is not None:
