@@ -194,26 +194,23 @@ class OptimizerCopy:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return [(p, self.parameters[id(p)]) for p in parameters if id(p) in self.parameters]
 
-    def memory(self, copies: list[torch.nn.Parameter]) -> tuple[float, int]:
+    def memory(self, copies: list[torch.nn.Parameter]) -> tuple[int, int]:
         """The bytes that are kept of some copies between updates, with their state, and of how many
         copies everything is kept in float32: nothing was gained there.
 
-        Some classes keep tensors in their groups or attributes. Those that have the shape of a
-        parameter are shared by the parameters of this shape.
+        Some classes keep tensors in their groups or attributes. Those that have the shape of a copy
+        count.
         """
         groups = [{**group, "params": []} for group in self.optimizer.param_groups]
         attributes = {**vars(self.optimizer), "param_groups": [], "state": {}}
-        elsewhere = tensors_in([groups, attributes])
-        shapes = [copy.shape for copy in self.parameters.values()]
-        total = 0.0
+        shapes = {copy.shape for copy in copies}
+        elsewhere = [x for x in tensors_in([groups, attributes]) if x.shape in shapes]
+        kept = [tensors_in([copy, {**self.optimizer.state.get(copy, {})}]) for copy in copies]
         in_float32 = 0
-        for copy in copies:
-            kept = tensors_in([copy, dict(self.optimizer.state.get(copy, {}))])
-            alike = [x for x in elsewhere if x.shape == copy.shape]
-            total += bytes_of(kept) + bytes_of(alike) / shapes.count(copy.shape)
-            whole = [x for x in kept if x.numel() >= copy.numel()]
+        for copy, tensors in zip(copies, kept, strict=True):
+            whole = [x for x in tensors if x.numel() >= copy.numel()]
             in_float32 += all(x.dtype == torch.float32 and type(x).__name__ in PLAIN for x in whole)
-        return total, in_float32
+        return bytes_of(elsewhere) + sum(map(bytes_of, kept)), in_float32
 
 
 def take_over(state: dict, kept: dict) -> bool:
@@ -223,8 +220,7 @@ def take_over(state: dict, kept: dict) -> bool:
     for name, value in state.items():
         mine = kept.get(name)
         if isinstance(mine, torch.Tensor):
-            if not isinstance(value, torch.Tensor):
-                value = torch.tensor(value, device=mine.device)
+            value = torch.as_tensor(value, device=mine.device)
             if value.shape == mine.shape:
                 mine.copy_(value)
                 taken |= mine.dim() > 0
@@ -269,10 +265,9 @@ def bytes_of(tensors: list[torch.Tensor]) -> int:
 
 def set_option(group: dict, name: str, value) -> None:
     """Gives an option of a parameter group another value. Some classes keep it as a tensor."""
+    value = float(value) if isinstance(value, torch.Tensor) else value
     if isinstance(group.get(name), torch.Tensor):
-        group[name].fill_(float(value))
-    elif isinstance(value, torch.Tensor):
-        group[name] = float(value)
+        group[name].fill_(value)
     else:
         group[name] = value
 
@@ -320,28 +315,24 @@ def class_and_options(entry: RealOptimizer, optimizer: torch.optim.Optimizer) ->
     for option, value in optimizer.defaults.items():
         if option in IMPLEMENTATION or option in entry.options:
             continue
+        default = accepted.get(option)
         if option not in accepted:
             # Without `eps`, a class still does the same
             if option != "eps" and any(group[option] for group in optimizer.param_groups):
                 other_options.append(f"{name} has no {option}, which {script_class.__name__} has")
-        elif has_shape_of(value, accepted[option]):
+        elif (
+            value is None
+            or default in (None, inspect.Parameter.empty)
+            or np.shape(value) == np.shape(default)
+        ):
             options.append(option)
         else:
-            left_out.append(f"it has its own {option}, {accepted[option]}")
+            left_out.append(f"it has its own {option}, {default}")
     if other_options and not entry.options:
         raise ValueError(
             f"{entry.text}: {other_options[0]}: choose a class like it, or name options of its own"
         )
     return factory, options, [*other_options, *left_out]
-
-
-def has_shape_of(value, default) -> bool:
-    """Whether an option of one class can be one of another, by the other's default: a number for a
-    number, and as many numbers for several. A class without a default takes anything."""
-    if default is None or default is inspect.Parameter.empty or value is None:
-        return True
-    lengths = [len(x) if isinstance(x, list | tuple) else 0 for x in (value, default)]
-    return lengths[0] == lengths[1]
 
 
 def name_of_class(entry: RealOptimizer, optimizer: torch.optim.Optimizer) -> str:
@@ -485,15 +476,14 @@ class CopyShadow:
         """The sampled weights [T, P] of a copy, or of the script.
 
         They are the parameters. A Kahan sum keeps what rounding has left out of a parameter beside
-        it, and adds it as soon as it is large enough. So a weight is the sum of both. If nothing is
-        kept, optimi has a single number or None.
+        it, and adds it as soon as it is large enough. So a weight is the sum of both. Where nothing
+        is kept, optimi has a single number or None.
         """
         optimizer = real.copy.optimizer if real else self.watcher.optimizer
         parameters = self.parameters_of(real) if real else self.watcher.parameters
         rests = [optimizer.state.get(p, {}).get("kahan_comp") for p in parameters]
-        for t, (p, rest) in enumerate(zip(parameters, rests, strict=True)):
-            if rest is not None and not (rest.shape == p.shape and rest.is_floating_point()):
-                rests[t] = None
+        pairs = zip(parameters, rests, strict=True)
+        rests = [x if getattr(x, "shape", None) == p.shape else None for p, x in pairs]
         sample = self.watcher.sample
         return sample.take(parameters) + sample.take(dense(parameters, rests))
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ..bits import adam
 from ..bits.catalogue import read_real_optimizer, split_real
 from ..bits.notation import OPERANDS, STATE, SUMS
-from ..bits.places import NO_NOISE, places_of
+from ..bits.places import places_of
 from .copies import OptimizerCopy
 from .gradients import Operands
 from .output import NO_STEP, Refusal, first_line, say
@@ -149,8 +149,6 @@ class Keep(Hooks):
 
     def noise(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
         """Noise for the places that are rounded stochastically."""
-        if not self.places.noisy:
-            return NO_NOISE
         shape = (len(self.places.noisy), *row.shape)
         return dict(zip(self.places.noisy, self.drawn(shape, row.device), strict=True))
 

@@ -433,9 +433,9 @@ def innermost_optimizer(optimizer) -> torch.optim.Optimizer:
     """
     wrapped = optimizer
     seen = []  # so that a wrapper inside itself ends the search
-    while wrapped not in seen and (inner := optimizer_inside(wrapped)) is not None:
+    while wrapped not in seen:
         seen.append(wrapped)
-        wrapped = inner
+        wrapped = optimizer_inside(wrapped) or wrapped
     if not isinstance(wrapped, torch.optim.Optimizer):
         raise ValueError(
             f"optimizers have a {type(wrapped).__name__}, which is no optimizer of torch: "
