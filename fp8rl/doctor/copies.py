@@ -220,7 +220,8 @@ def take_over(state: dict, kept: dict) -> bool:
     for name, value in state.items():
         mine = kept.get(name)
         if isinstance(mine, torch.Tensor):
-            value = torch.as_tensor(value, device=mine.device)
+            if not isinstance(value, torch.Tensor):
+                value = torch.tensor(value, device=mine.device)
             if value.shape == mine.shape:
                 mine.copy_(value)
                 taken |= mine.dim() > 0
@@ -585,11 +586,12 @@ class CopyShadow:
             finding = finding.worsened("frozen tensors" if decay < 1 else "faster", arrives)
         elif abs(decay - 1) > 0.1:
             remarks.append(arrives)
-        remarks.append(f"longest step {longest:,.3g} learning rates (float32 {own:,.3g})")
-        remarks.append(f"{real.bytes:.3g} bytes a parameter")
+        remarks += [
+            f"longest step {longest:,.3g} learning rates (float32 {own:,.3g})",
+            f"{real.bytes:.3g} bytes a parameter",
+        ]
         if real.in_float32:
-            tensors = len(real.longest)
-            remarks.append(f"{real.in_float32} of {tensors} tensors stay in float32")
+            remarks.append(f"{real.in_float32} of {len(real.longest)} tensors stay in float32")
         return finding._replace(why="; ".join([finding.why, *remarks]))
 
     def decay_rate(self, real: RealCopy) -> float:

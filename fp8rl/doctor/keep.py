@@ -66,8 +66,7 @@ class Keep(Hooks):
         self.copies: dict[int, OptimizerCopy] = {}  # by the number of the script's optimizer
         # Random numbers of its own, so that the script draws what it always draws
         self.generator = torch.Generator(device="cpu").manual_seed(0)
-        self.moments_kept = False
-        self.sums_kept = False  # whether a gradient was added to a sum after the first step
+        self.kept = {"weights"}  # places that were really kept in few bits
         operands = {name: self.places[name] for name in OPERANDS if name in self.places}
         self.operands = Operands(**operands) if operands else None
 
@@ -136,7 +135,7 @@ class Keep(Hooks):
         """Rounds a sum of gradients, after a gradient was added to it."""
         if p.grad is not None:  # another hook of the script may have taken its step already
             self.round_sum(p)
-            self.sums_kept = True
+            self.kept.add("grad")
 
     @torch.no_grad()
     def round_sum(self, p: torch.Tensor) -> None:
@@ -202,7 +201,7 @@ class Keep(Hooks):
             )
         if found_inf is not None and found_inf.item():
             return
-        self.moments_kept = True
+        self.kept |= {"m", "v", "root"}
         tensors = zip(params, grads, exp_avgs, exp_avg_sqs, state_steps, strict=True)
         for p, g, m, v, step in tensors:
             step += 1
@@ -228,17 +227,21 @@ class Keep(Hooks):
 
     def complaint(self) -> str:
         """Says which place could not be kept in few bits; an empty string if all were kept."""
-        moments = [name for name in ("m", "v", "root") if name in self.places]
         if not self.optimizers:
             return f"{NO_STEP}: nothing was changed"
-        if self.operands and not self.operands.seen:
-            place = next(name for name in OPERANDS if name in self.places)
-            return f"{place} was not kept: the script has no matmul that can be rounded"
-        if moments and not self.moments_kept:
-            names = ", ".join(self.name_of(i) for i in range(len(self.optimizers)))
-            return f"{moments[0]} was not kept: only Adam and AdamW have it, and there is {names}"
-        if "grad" in self.places and not self.sums_kept:
-            return "grad was not kept: no gradient was added after the first step"
+        if self.operands and self.operands.seen:
+            self.kept |= {*OPERANDS}
+        names = ", ".join(self.optimizers.names)
+        no_moments = f"only Adam and AdamW have it, and there is {names}"
+        no_matmul = "the script has no matmul that can be rounded"
+        reasons = {
+            **dict.fromkeys(OPERANDS, no_matmul),
+            **dict.fromkeys(STATE, no_moments),
+            "grad": "no gradient was added after the first step",
+        }
+        for place, reason in reasons.items():
+            if place in self.places and place not in self.kept:
+                return f"{place} was not kept: {reason}"
         return ""
 
 

@@ -212,9 +212,8 @@ class Watcher:
         optimizer = self.optimizer
         parameters = self.parameters
         # A GradScaler tells a fused optimizer by `found_inf` to skip the step.
-        if optimizer is None or not parameters or getattr(optimizer, "found_inf", None):
-            return
-        if not self.is_in_proportion:
+        skips = optimizer is None or getattr(optimizer, "found_inf", None)
+        if skips or not parameters or not self.is_in_proportion:
             return
         present = {id(p): p for group in self.groups for p in group["params"]}
         if not self.keys <= present.keys():
