@@ -113,9 +113,8 @@ class OptimizerCopy:
     def alone(self) -> Iterator[None]:
         """A context for calls of the real optimizer. Hooks of the script's optimizers can tell it
         from the script, and it draws random numbers of its own."""
-        stance = contextlib.nullcontext()
-        if self.entry.eager:
-            stance = torch.compiler.set_stance("force_eager")
+        is_eager = self.entry.eager
+        stance = torch.compiler.set_stance("force_eager") if is_eager else contextlib.nullcontext()
         token = shadow_steps.set(True)
         self.exchange_random_numbers()
         try:
@@ -194,24 +193,6 @@ class OptimizerCopy:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return [(p, self.parameters[id(p)]) for p in parameters if id(p) in self.parameters]
 
-    def memory(self, copies: list[torch.nn.Parameter]) -> tuple[int, int]:
-        """The bytes that are kept of some copies between updates, with their state, and of how many
-        copies everything is kept in float32: nothing was gained there.
-
-        Some classes keep tensors in their groups or attributes. Those that have the shape of a copy
-        count.
-        """
-        groups = [{**group, "params": []} for group in self.optimizer.param_groups]
-        attributes = {**vars(self.optimizer), "param_groups": [], "state": {}}
-        shapes = {copy.shape for copy in copies}
-        elsewhere = [x for x in tensors_in([groups, attributes]) if x.shape in shapes]
-        kept = [tensors_in([copy, {**self.optimizer.state.get(copy, {})}]) for copy in copies]
-        in_float32 = 0
-        for copy, tensors in zip(copies, kept, strict=True):
-            whole = [x for x in tensors if x.numel() >= copy.numel()]
-            in_float32 += all(x.dtype == torch.float32 and type(x).__name__ in PLAIN for x in whole)
-        return bytes_of(elsewhere) + sum(map(bytes_of, kept)), in_float32
-
 
 def take_over(state: dict, kept: dict) -> bool:
     """Takes over the state of a parameter, as far as names and shapes are the same. Returns whether
@@ -262,6 +243,26 @@ def bytes_of(tensors: list[torch.Tensor]) -> int:
         else:
             total += tensor.numel() * tensor.element_size()
     return total
+
+
+def memory(optimizer, parameters: list[torch.Tensor]) -> tuple[float, int]:
+    """The bytes that an optimizer keeps of a parameter between updates, itself and its state, and
+    of how many tensors everything is kept in float32: nothing was gained there.
+
+    Some classes keep tensors in their groups or attributes. Those that have the shape of one of the
+    parameters count.
+    """
+    groups = [{**group, "params": []} for group in optimizer.param_groups]
+    attributes = {**vars(optimizer), "param_groups": [], "state": {}}
+    shapes = {p.shape for p in parameters}
+    total = bytes_of([x for x in tensors_in([groups, attributes]) if x.shape in shapes])
+    in_float32 = 0
+    for p in parameters:
+        kept = tensors_in([p, {**optimizer.state.get(p, {})}])
+        total += bytes_of(kept)
+        whole = [x for x in kept if x.numel() >= p.numel()]
+        in_float32 += all(x.dtype == torch.float32 and type(x).__name__ in PLAIN for x in whole)
+    return total / sum(p.numel() for p in parameters), in_float32
 
 
 def set_option(group: dict, name: str, value) -> None:
@@ -499,8 +500,7 @@ class CopyShadow:
         lr = rates[self.watcher.group].astype(np.float32)
         self.longest = np.maximum(self.longest, longest_steps(self.last, parameters, lr))
         if self.updates == 1:
-            kept = [[p, dict(optimizer.state.get(p, {}))] for p in parameters]
-            self.own_bytes = bytes_of(tensors_in(kept)) / float(self.watcher.sample.sizes.sum())
+            self.own_bytes, _ = memory(optimizer, parameters)
         for real in self.active:
             self.step(real, lr)
         torch._foreach_copy_(self.last, parameters)
@@ -523,8 +523,7 @@ class CopyShadow:
         if longest.max() > leap > 0:
             real.leaps.append(self.updates)
         if self.updates == 1:
-            total, real.in_float32 = real.copy.memory(copies)
-            real.bytes = total / float(self.watcher.sample.sizes.sum())
+            real.bytes, real.in_float32 = memory(real.copy.optimizer, copies)
         if not np.isfinite(longest).all():
             real.diverged = self.updates
             real.copy = None

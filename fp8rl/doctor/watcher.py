@@ -196,11 +196,10 @@ class Watcher:
         Other code may have changed them since the last update. That shows in their numbers alone:
         a change through `p.data` does not raise the version of a tensor.
         """
-        if not self.is_in_proportion:
-            return
         parameters = self.parameters
         if not parameters:
             self.others_learn = True  # the optimizer goes on with other tensors
+        if not parameters or not self.is_in_proportion:
             return
         self.read = self.sample.read([*parameters, *self.moments()])
         self.steps = self.count_steps()
