@@ -141,8 +141,6 @@ class Attached:
             raise Refusal(f"{NO_STEP}: nothing was changed")
         if self.hooks.refusal:
             raise Refusal(self.hooks.refusal)
-        for note in self.hooks.notes:
-            say(f"fp8rl.doctor: {note}")
         if complaint := self.hooks.complaint():
             raise Refusal(complaint)
 

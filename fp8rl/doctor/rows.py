@@ -28,8 +28,8 @@ from torch import nn
 from ..bits import adam
 from ..bits.notation import STATE, split_entry
 from ..bits.places import SLACK, PlaceFormat
+from . import first_line
 from .findings import Finding, judge_all, with_cures
-from .output import first_line
 from .ruler import Ruler, Sample, WindowSums, is_stochastic
 from .watcher import GroupSettings, Shadow, Update, Watcher, alive, largest_of
 
