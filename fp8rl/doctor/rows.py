@@ -16,7 +16,6 @@ updates of a window are replayed at the window's end, for all formats at once.
 """
 
 import collections
-import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -31,7 +30,7 @@ from ..bits.places import SLACK, PlaceFormat
 from . import first_line
 from .findings import Finding, judge_all, with_cures
 from .ruler import Ruler, Sample, WindowSums, is_stochastic
-from .watcher import GroupSettings, Shadow, Update, Watcher, alive, largest_of
+from .watcher import GroupSettings, Shadow, Update, Watcher, alive, largest_of, modules_alive
 
 LENGTH = 32  # updates in a window
 AVERAGES = ("bf16", "bf16:stochastic", "fp16:unscaled", "e4m3", "e4m3:stochastic")
@@ -541,7 +540,7 @@ class AverageSearch(Shadow):
         trained = self.trained()
         sources: dict[tuple, list[nn.Module]] = {}
         others = []
-        for module in (x for x in gc.get_objects() if issubclass(type(x), nn.Module)):
+        for module in modules_alive():
             parameters = [*module.parameters()]
             ids = {id(p) for p in parameters}
             if not all(is_plain(p, self.watcher.device) for p in parameters):

@@ -414,13 +414,18 @@ class Hooks:
         return self.optimizers.names[number]
 
 
+def modules_alive() -> list[nn.Module]:
+    """The modules of this process, without those whose `__init__` has not run."""
+    modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
+    return [module for module in modules if "_modules" in vars(module)]
+
+
 def modules_of_process() -> list[nn.Module]:
     """The modules of this process that are not part of another module.
 
     Their parameters have names, which reports use.
     """
-    modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
-    modules = [x for x in modules if "_modules" in vars(x)]  # one may be half made
+    modules = modules_alive()
     parts = {id(part) for module in modules for part in module.modules() if part is not module}
     return [module for module in modules if id(module) not in parts]
 
