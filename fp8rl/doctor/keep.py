@@ -63,7 +63,6 @@ class Keep(Hooks):
         emulated, real = split_real(formats)
         self.places = places_of(emulated, (*STATE, *SUMS, *OPERANDS))
         self.real = read_real_optimizer(real[0]) if real else None
-        self.copies: dict[int, OptimizerCopy] = {}  # by the number of the script's optimizer
         # Random numbers of its own, so that the script draws what it always draws
         self.generator = torch.Generator(device="cpu").manual_seed(0)
         self.kept = {"weights"}  # places that were really kept in few bits
@@ -87,45 +86,45 @@ class Keep(Hooks):
         raise SystemExit(2)
 
     @refuses
-    def begin(self, number: int) -> None:
-        self.round_weights(number)
-        optimizer = self.optimizers[number]
+    def begin(self, optimizer, name: str) -> OptimizerCopy | None:
+        """Returns the copy on which a real optimizer trains, if there is one."""
+        self.round_weights(optimizer)
         if "grad" in self.places:
             for p in parameters_of(optimizer):
                 if p.grad is not None:
                     self.round_sum(p)
                 p.register_post_accumulate_grad_hook(self.after_adding)
-        if self.real is not None:
-            try:
-                copy = OptimizerCopy(self.real, optimizer)
-            except ValueError as error:
-                raise Refusal(f"{self.name_of(number)}: {first_line(error)}") from error
-            copy.give_back(optimizer)
-            self.copies[number] = copy
+        if self.real is None:
+            return None
+        try:
+            copy = OptimizerCopy(self.real, optimizer)
+        except ValueError as error:
+            raise Refusal(f"{name}: {first_line(error)}") from error
+        copy.give_back(optimizer)
+        return copy
 
     @refuses
-    def before(self, number: int) -> None:
-        if number in self.copies:
-            self.copies[number].take_changes(self.optimizers[number])
+    def before(self, optimizer, copy: OptimizerCopy | None) -> None:
+        if copy is not None:
+            copy.take_changes(optimizer)
 
     @refuses
-    def after(self, number: int) -> None:
-        self.round_weights(number)
-        optimizer = self.optimizers[number]
+    def after(self, optimizer, copy: OptimizerCopy | None) -> None:
+        self.round_weights(optimizer)
         # A GradScaler tells a fused optimizer by `found_inf` to skip the step.
-        if number in self.copies and not getattr(optimizer, "found_inf", None):
-            self.copies[number].step(optimizer)
-            self.copies[number].give_back(optimizer)
+        if copy is not None and not getattr(optimizer, "found_inf", None):
+            copy.step(optimizer)
+            copy.give_back(optimizer)
 
     @refuses
-    def after_wrapper(self, number: int) -> None:
-        self.round_weights(number)
+    def after_wrapper(self, optimizer) -> None:
+        self.round_weights(optimizer)
 
     @torch.no_grad()
-    def round_weights(self, number: int) -> None:
+    def round_weights(self, optimizer) -> None:
         if "weights" not in self.places:
             return
-        for p in parameters_of(self.optimizers[number]):
+        for p in parameters_of(optimizer):
             row = p.detach().reshape(1, -1)
             rounded = self.places.weights(row.float(), [row.numel()], self.noise(row))
             p.copy_(rounded.view_as(p))
@@ -227,12 +226,11 @@ class Keep(Hooks):
 
     def complaint(self) -> str:
         """Says which place could not be kept in few bits; an empty string if all were kept."""
-        if not self.optimizers:
+        if not self.names:
             return f"{NO_STEP}: nothing was changed"
         if self.operands and self.operands.seen:
             self.kept |= {*OPERANDS}
-        names = ", ".join(self.optimizers.names)
-        no_moments = f"only Adam and AdamW have it, and there is {names}"
+        no_moments = f"only Adam and AdamW have it, and there is {', '.join(self.names)}"
         no_matmul = "the script has no matmul that can be rounded"
         reasons = {
             **dict.fromkeys(OPERANDS, no_matmul),

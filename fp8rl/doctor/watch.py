@@ -18,6 +18,7 @@ import collections
 import contextlib
 import functools
 import json
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -109,7 +110,8 @@ class Patient:
     `steps`    how many steps it has made
     """
 
-    def __init__(self, name: str):
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str):
+        self.optimizer = weakref.ref(optimizer)
         self.name = name
         self.watcher: Watcher | None = None
         self.reason = ""
@@ -196,14 +198,15 @@ class Doctor(Hooks):
         modules = [model] if isinstance(model, nn.Module) else [*model]
         innermost = [innermost_optimizer(optimizer) for optimizer in watched]
         names = [*names] or [f"optimizer {i}" for i in range(len(watched))]
-        for number, (name, optimizer) in enumerate(zip(names, innermost, strict=True)):
-            self.optimizers.append(optimizer)
-            self.patients.append(Patient(name))
-            self.watch(self.patients[number], optimizer, modules)
+        for name, optimizer in zip(names, innermost, strict=True):
+            patient = Patient(optimizer, name)
+            self.patients.append(patient)
+            self.known[optimizer] = patient
+            self.watch(patient, optimizer, modules)
             # A step under torch.compile leaves the hooks out of its graph. Compiling them would
             # take far longer than calling them.
-            before = torch.compiler.disable(lambda *_, number=number: self.before(number))
-            after = torch.compiler.disable(lambda *_, number=number: self.after(number))
+            before = torch.compiler.disable(lambda x, *_, patient=patient: self.before(x, patient))
+            after = torch.compiler.disable(lambda x, *_, patient=patient: self.after(x, patient))
             self.hooks.append(optimizer.register_step_pre_hook(before))
             self.hooks.append(optimizer.register_step_post_hook(after))
 
@@ -232,8 +235,7 @@ class Doctor(Hooks):
 
     def trained(self) -> set[int]:
         """The identities of all parameters that optimizers of the process train."""
-        present = [optimizer for optimizer in self.optimizers if optimizer is not None]
-        return {id(p) for optimizer in present for p in parameters_of(optimizer)}
+        return {id(p) for optimizer in [*self.known] for p in parameters_of(optimizer)}
 
     # In a loop
 
@@ -323,18 +325,19 @@ class Doctor(Hooks):
             yield
         self.stop()
 
-    def begin(self, number: int) -> None:
-        for earlier, patient in enumerate(self.patients):
-            if patient.watcher is not None and self.optimizers[earlier] is None:
+    def begin(self, optimizer, name: str) -> Patient:
+        for patient in self.patients:
+            if patient.watcher is not None and patient.optimizer() is None:
                 patient.watcher = None
                 patient.reason = "the script had dropped it when a later one began"
-        patient = Patient(self.name_of(number))
+        patient = Patient(optimizer, name)
         self.patients.append(patient)
         try:
-            self.watch(patient, self.optimizers[number], modules_of_process())
+            self.watch(patient, optimizer, modules_of_process())
         except (ValueError, RuntimeError, TypeError) as error:
             patient.reason = first_line(error)
-        self.refuse_if_many(type(self.optimizers[number]))
+        self.refuse_if_many(type(optimizer))
+        return patient
 
     def refuse_if_many(self, kind: type) -> None:
         """Refuses the optimizers of a class that have one or two parameters, if 8 of them are in
@@ -345,10 +348,10 @@ class Doctor(Hooks):
         """
         alike = [
             patient
-            for number, patient in enumerate(self.patients)
+            for patient in self.patients
             if patient.steps <= 1
-            and type(self.optimizers[number]) is kind
-            and len(parameters_of(self.optimizers[number])) <= 2
+            and type(patient.optimizer()) is kind
+            and len(parameters_of(patient.optimizer())) <= 2
         ]
         for patient in alike if len(alike) >= 8 else []:
             patient.watcher = None
@@ -372,13 +375,11 @@ class Doctor(Hooks):
                 f"({type(error).__name__}: {first_line(error)})"
             )
 
-    def before(self, number: int) -> None:
-        patient = self.patients[number]
+    def before(self, optimizer, patient: Patient) -> None:
         if patient.watcher is not None:
             self.guarded(patient, patient.watcher.before_step)
 
-    def after(self, number: int) -> None:
-        patient = self.patients[number]
+    def after(self, optimizer, patient: Patient) -> None:
         patient.steps += 1
         self.has_old_casts = self.has_old_casts or self.casts.finds_old_cast()
         if patient.watcher is not None:

@@ -322,48 +322,22 @@ def largest_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 shadow_steps = contextvars.ContextVar("shadow_steps", default=False)
 
 
-class Optimizers:
-    """The optimizers of a process, numbered in the order of their first steps.
-
-    They are held by weak references, so that networks that a script drops do not stay in memory.
-    An optimizer that is gone is None.
-    """
-
-    def __init__(self):
-        self.references: list[weakref.ref] = []
-        self.names: list[str] = []
-        self.numbers: dict[int, int] = {}  # by identity, which a later optimizer may have again
-
-    def __len__(self) -> int:
-        return len(self.references)
-
-    def __getitem__(self, number: int) -> torch.optim.Optimizer | None:
-        return self.references[number]()
-
-    def append(self, optimizer: torch.optim.Optimizer) -> None:
-        self.numbers[id(optimizer)] = len(self)
-        self.names.append(f"optimizer {len(self)} ({type(optimizer).__name__})")
-        self.references.append(weakref.ref(optimizer))
-
-    def number_of(self, optimizer: torch.optim.Optimizer) -> int | None:
-        """The number of an optimizer, by identity; None before its first step."""
-        number = self.numbers.get(id(optimizer))
-        return number if number is not None and self[number] is optimizer else None
-
-
 class Hooks:
     """Hooks that are called before and after every step of every optimizer of this process.
 
-    A subclass has a method `begin`, which is called before an optimizer's first step, and methods
-    `before` and `after`, which are called before and after every step. It may have a method
-    `after_wrapper`, which is called after a step of a wrapper, such as Lookahead, with the number
-    of the optimizer inside it. Nothing else is called for a wrapper, because the optimizer inside
-    it makes a step of its own.
+    A subclass has a method `begin(optimizer, name)`, which is called before an optimizer's first
+    step and returns what is kept of it. The methods `before` and `after` are called before and
+    after every step, with the optimizer and what is kept of it. A method `after_wrapper` is called
+    after a step of a wrapper, such as Lookahead, with the optimizer inside it. Nothing else is
+    called for a wrapper, because the optimizer inside it makes a step of its own.
+
+    Networks that a script drops do not stay in memory: optimizers are held by weak references.
     """
 
     def __init__(self):
         self.process = os.getpid()
-        self.optimizers = Optimizers()
+        self.names: list[str] = []  # of the optimizers, in the order of their first steps
+        self.known = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -387,31 +361,25 @@ class Hooks:
     def before_step(self, optimizer, args, kwargs) -> None:
         if os.getpid() != self.process or shadow_steps.get():
             return  # a fork of the script, or a shadow
-        number = self.optimizers.number_of(optimizer)
-        if number is None:
+        if optimizer not in self.known:
             if optimizer_inside(optimizer) is not None:
                 return  # a wrapper
-            number = len(self.optimizers)
-            self.optimizers.append(optimizer)
-            self.begin(number)
-        self.before(number)
+            self.names.append(f"optimizer {len(self.names)} ({type(optimizer).__name__})")
+            self.known[optimizer] = self.begin(optimizer, self.names[-1])
+        self.before(optimizer, self.known[optimizer])
 
     def after_step(self, optimizer, args, kwargs) -> None:
         if os.getpid() != self.process or shadow_steps.get():
             return
-        number = self.optimizers.number_of(optimizer)
-        if number is not None:
-            self.after(number)
+        if optimizer in self.known:
+            self.after(optimizer, self.known[optimizer])
             return
-        innermost = self.optimizers.number_of(innermost_optimizer(optimizer))
-        if innermost is not None:
+        innermost = innermost_optimizer(optimizer)
+        if innermost in self.known:
             self.after_wrapper(innermost)
 
-    def after_wrapper(self, number: int) -> None:
+    def after_wrapper(self, optimizer) -> None:
         pass
-
-    def name_of(self, number: int) -> str:
-        return self.optimizers.names[number]
 
 
 def modules_alive() -> list[nn.Module]:
