@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fp8rl.doctor import mismatch
-from fp8rl.dumps.gap import Gap
+from fp8rl.dumps.dump import Gap
 from fp8rl.dumps.mismatch import MEANING, judge
 from fp8rl.dumps.symptoms import OTHER_LABELS, Seen
 
