@@ -23,7 +23,7 @@ import json
 import math
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -145,8 +145,7 @@ class Gap:
         """The same gap, in which `tokens`, [S, T], do not count."""
         mask = self.mask & ~tokens
         learner = np.where(mask, self.learner, 0.0)
-        actor = np.where(mask, self.actor, 0.0)
-        return Gap(learner, actor, mask, self.step, self.advantages, self.tokens)
+        return replace(self, learner=learner, actor=np.where(mask, self.actor, 0.0), mask=mask)
 
 
 # Files
@@ -282,7 +281,7 @@ def take_arrays(subject: str, content: Mapping) -> dict:
     """
     # What is not needed may take long to read, as in a file that numpy.load has opened.
     keys = content.keys()
-    names = [x for x in keys if x not in KNOWN or not is_text(content[x])]
+    names = [x for x in keys if x not in KNOWN or not isinstance(content[x], str | None)]
     listed = ", ".join(ascii(name).strip("'") for name in names[:24]) or "nothing in it"
     arrays = {}
     for role, known in NAMES.items():
@@ -302,10 +301,6 @@ def take_arrays(subject: str, content: Mapping) -> dict:
         if sizes_of(arrays["tokens"]) != sizes_of(arrays[ACTOR]):
             del arrays["tokens"]  # they are of other tokens, such as those with a prompt
     return arrays
-
-
-def is_text(x) -> bool:
-    return x is None or isinstance(x, str)
 
 
 def sizes_of(x) -> list | tuple:

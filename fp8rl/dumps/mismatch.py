@@ -27,13 +27,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .dump import COARSE, LARGEST, Gap, arrays_of, gap_of
+from .dump import COARSE, LARGEST, TINY, Gap, arrays_of, gap_of
 from .rules import RULES, StackShare, caps_line, kish, stack_table
 from .symptoms import (
     BITS_LEFT,
     FEW_SEQUENCES,
     FEW_TOKENS,
-    OTHER_LABELS,
     Aligned,
     Seen,
     bits_of,
@@ -92,8 +91,6 @@ LEADING = {
 # Kinds of bugs that have a start.
 STARTS = ("beginning", "template")
 NEARLY_SEEN = 0.8  # of the limit
-# These say that something is wrong, the other kinds say what.
-VAGUE = ("mean ratio", "heavy tail", "precision", "other")
 
 
 class MismatchReport(NamedTuple):
@@ -190,33 +187,31 @@ class MismatchReport(NamedTuple):
     def headline(self) -> list[str]:
         """The verdict, and lines that explain it."""
         bits = f"arithmetic with about {max(self.bits, 0):.1f} bits of mantissa makes such a gap"
-        lines = []
-        if self.verdict == "exact":
-            lines = ["exact: both policies give the same log-probabilities"]
-        elif self.verdict == "not judged":
-            lines = [
+        lines = {
+            "exact": ["exact: both policies give the same log-probabilities"],
+            "not judged": [
                 f"not judged: {self.tokens} tokens are too few to tell rounding from a bug; "
                 f"give at least {FEW_TOKENS}"
-            ]
-        elif self.verdict == "rounding":
-            lines = [f"rounding: no symptom of a bug; {bits}"]
-            if not self.has_advantages:
-                lines.append("  give advantages, too, to tell old weights from rounding")
-        elif self.verdict == "rounding or bug":
-            lines = [
+            ],
+            "rounding": [f"rounding: no symptom of a bug; {bits}"],
+            "rounding or bug": [
                 f"rounding or bug: no symptom, but {bits}",
                 "  4-bit weights, a cache of 2 bits and FP8 in many layers do this; so do old "
                 "weights, weights that were not sent, dropout and another rope_theta",
                 "  say what both programs compute in, as in --precision bf16"
                 + ("" if self.has_advantages else ", and give advantages"),
-            ]
+            ],
+            "bug": [],
+        }[self.verdict]
+        if self.verdict == "rounding" and not self.has_advantages:
+            lines.append("  give advantages, too, to tell old weights from rounding")
         for kind in self.causes:
             lines.append(f"{'also' if lines else 'bug'} ({kind}): {MEANING[kind]}")
             least = NEARLY_SEEN if kind in STARTS else 1.0
             of_kind = [x for x in self.symptoms if x.kind == kind and x.excess > least]
-            lines += [f"  {line_of(symptom)}" for symptom in of_kind]
+            lines += [symptom.line for symptom in of_kind]
         others = [x for x in self.symptoms if x.is_seen and x.kind not in self.causes]
-        return lines + [f"  {line_of(symptom)}" for symptom in others]
+        return lines + [symptom.line for symptom in others]
 
     def numbers(self) -> list[str]:
         """Lines with the numbers of the report."""
@@ -284,13 +279,6 @@ def amount(x: float) -> str:
     return f"{x:,.0f}" if 10 <= x < 1e9 else f"{x:.2g}"
 
 
-def line_of(symptom: Seen) -> str:
-    """What a symptom says, and how much of the gap it explains."""
-    if not symptom.share > 0.005:  # or NaN
-        return symptom.says
-    return f"{symptom.says.removesuffix('.')}; explains {symptom.share:.0%} of the squared gap"
-
-
 def mismatch(
     learner_logp,
     actor_logp=None,
@@ -356,8 +344,11 @@ def mismatch(
     rest, fillers = without_fillers(gap)
     symptoms = symptoms_of(rest, precision)
     verdict, causes = judge(rest, symptoms)
-    if verdict == "rounding" and precision is None and has_few_bits(rest):
-        verdict = "rounding or bug"
+    if verdict == "rounding" and precision is None:
+        # Arithmetic of 16 bits leaves more than 4 bits of mantissa, and FP8 mostly does. Log ratios
+        # below 0.05 hardly matter, whatever made them.
+        if np.abs(rest.flat.log_ratio).mean() > 0.05 and bits_of(rest, is_robust=True) < 4:
+            verdict = "rounding or bug"
     numbers = numbers_of(gap, float(clip))
     notes = notes_on(gap, numbers["token_mult_prob_error"], "mask" in arrays, fillers is not None)
     if fillers:
@@ -419,7 +410,7 @@ def numbers_of(gap: Gap, clip: float) -> dict:
         "probs_correlation": pearson(learner_probs, actor_probs),
         "logp_diff_mean": float(np.abs(log_ratio).mean()),
         "logp_diff_max": float(np.abs(log_ratio).max()),
-        "stacks": tuple(StackShare.of(rule, gap) for rule in RULES),
+        "stacks": tuple(StackShare.of(*rule, gap) for rule in RULES),
     }
 
 
@@ -454,68 +445,56 @@ def horizons_of(gap: Aligned) -> dict[str, float]:
 
     The interval is a bootstrap over sequences; NaN for a single sequence or an infinite horizon.
     """
-    single = Squares.of(gap, 1)
-    measured = single
-    length = 2
-    while length <= min(gap.mask.shape[1], 2 * measured.horizon):
-        squares = Squares.of(gap, length)
-        if squares.counts.sum() < 32:  # the spread of fewer products is chance
+    sums, counts = squares_of(gap, 1)
+    single = horizon_of(1, sums.sum() / counts.sum())
+    length, horizon = 1, single
+    while 2 * length <= min(gap.mask.shape[1], 2 * horizon):
+        longer_sums, longer_counts = squares_of(gap, 2 * length)
+        if longer_counts.sum() < 32:  # the spread of fewer products is chance
             break
-        measured = squares
         length *= 2
-    if measured.horizon * 1.5 >= single.horizon:  # ratios hardly go together
-        measured = single
+        sums, counts = longer_sums, longer_counts
+        horizon = horizon_of(length, sums.sum() / counts.sum())
+    if horizon * 1.5 >= single:  # ratios hardly go together
+        length, horizon = 1, single
+        sums, counts = squares_of(gap, 1)
     low, high = math.nan, math.nan
-    sums = measured.sums[measured.counts > 0]
-    counts = measured.counts[measured.counts > 0]
-    if len(counts) > 1 and measured.horizon < math.inf:
+    sums, counts = sums[counts > 0], counts[counts > 0]
+    if len(counts) > 1 and horizon < math.inf:
         generator = np.random.default_rng(0)
         drawn = [generator.integers(len(counts), size=len(counts)) for _ in range(400)]
         spreads = [sums[i].sum() / counts[i].sum() for i in drawn]
-        most, least = np.quantile(spreads, (0.025, 0.975))
-        low = measured.horizon_of(float(least))
-        high = measured.horizon_of(float(most))
+        high, low = (horizon_of(length, x) for x in np.quantile(spreads, (0.025, 0.975)))
     return {
-        "horizon": measured.horizon,
+        "horizon": horizon,
         "horizon_low": low,
         "horizon_high": high,
-        "token_horizon": single.horizon,
+        "token_horizon": single,
     }
 
 
-class Squares(NamedTuple):
+def squares_of(gap: Aligned, length: int) -> tuple[np.ndarray, np.ndarray]:
     """(ratio - 1)^2 of products of `length` neighbouring ratios.
 
-    `sums`, `counts`  [S], over the products that a sequence has, and their number
+    Their sum over each sequence, [S], and the number of products that it has, [S].
     """
+    if length == 1:
+        squares = np.where(gap.mask, np.square(gap.excess), 0.0)
+        return squares.sum(1), gap.lengths
+    until = np.pad(np.cumsum(gap.log_ratio, axis=1), ((0, 0), (1, 0)))
+    starts = np.arange(0, gap.mask.shape[1] - length + 1, length)
+    is_whole = starts + length <= gap.lengths[:, None]  # the sequence has all of these tokens
+    product = until[:, starts + length] - until[:, starts]
+    squares = np.square(np.expm1(np.minimum(product, LARGEST)))
+    return np.where(is_whole, squares, 0.0).sum(1), is_whole.sum(1)
 
-    length: int
-    sums: np.ndarray
-    counts: np.ndarray
 
-    @classmethod
-    def of(cls, gap: Aligned, length: int) -> "Squares":
-        if length == 1:
-            squares = np.where(gap.mask, np.square(gap.excess), 0.0)
-            return cls(1, squares.sum(1), gap.lengths)
-        until = np.pad(np.cumsum(gap.log_ratio, axis=1), ((0, 0), (1, 0)))
-        starts = np.arange(0, gap.mask.shape[1] - length + 1, length)
-        # The sequence has all of these tokens.
-        is_whole = starts + length <= gap.lengths[:, None]
-        product = until[:, starts + length] - until[:, starts]
-        squares = np.square(np.expm1(np.minimum(product, LARGEST)))
-        return cls(length, np.where(is_whole, squares, 0.0).sum(1), is_whole.sum(1))
+def horizon_of(length: int, spread: float) -> float:
+    """The length at which a sequence has an effective sample size of 0.9.
 
-    @property
-    def horizon(self) -> float:
-        return self.horizon_of(float(self.sums.sum() / self.counts.sum()))
-
-    def horizon_of(self, spread: float) -> float:
-        """The length at which a sequence has an effective sample size of 0.9.
-
-        `spread` is the mean of (ratio - 1)^2.
-        """
-        return self.length * (math.log(KEPT) / -math.log1p(spread)) if spread > 0 else math.inf
+    `spread` is the mean of (ratio - 1)^2, for products of `length` ratios.
+    """
+    return length * (math.log(KEPT) / -math.log1p(spread)) if spread > 0 else math.inf
 
 
 # The verdict
@@ -530,39 +509,30 @@ def judge(gap: Gap, symptoms: list[Seen]) -> tuple[str, list[str]]:
     seen = [symptom for symptom in symptoms if symptom.is_seen]
     if any(symptom.kind in STARTS for symptom in seen):
         # Another prompt makes log-probabilities as unlike as other labels do, but from a place on.
-        seen = [symptom for symptom in seen if symptom.name != OTHER_LABELS]
+        seen = [x for x in seen if x.name != "log-probabilities of other labels"]
     kinds = list(dict.fromkeys(symptom.kind for symptom in seen))
     if not kinds:
         return "rounding", []
     for leading, beside in LEADING.items():
         if leading in kinds:
             return "bug", [leading, *(kind for kind in beside if kind in kinds)]
-    named = [kind for kind in kinds if kind not in VAGUE]
+    # These say that something is wrong, the other kinds say what.
+    vague = [x for x in ("mean ratio", "heavy tail", "precision", "other") if x in kinds]
+    named = [kind for kind in kinds if kind not in vague]
     if not named:
         # That there is a bug is certain, so a weaker symptom is enough to say where it begins.
         starts = [x.kind for x in symptoms if x.kind in STARTS and x.excess > NEARLY_SEEN]
         named = list(dict.fromkeys(starts))
     # Few tokens, here and there, make sequences or positions differ by chance, too. So a heavy tail
     # must exceed its limit twice as far as others theirs.
-    tail = max((x.excess for x in symptoms if x.kind == "heavy tail"), default=0.0)
     of_places = ("padding", "template", "beginning", "last token", "trend")
+    tail = max((x.excess for x in symptoms if x.kind == "heavy tail"), default=0.0)
     places = max((x.excess for x in symptoms if x.kind in of_places), default=0.0)
     if tail > max(1.0, 2 * places):
         named.insert(0, "heavy tail")
     if len(named) > 1 and "trend" in named:
         named.remove("trend")  # a larger gap at some positions is a trend, too
-    if named:
-        return "bug", named
-    return "bug", [kind for kind in VAGUE if kind in kinds][:1]
-
-
-def has_few_bits(gap: Gap) -> bool:
-    """Whether the gap is larger than arithmetic in common use makes it.
-
-    Arithmetic of 16 bits leaves more than 4 bits of mantissa, and FP8 mostly does. Log ratios below
-    0.05 hardly matter, whatever made them.
-    """
-    return np.abs(gap.flat.log_ratio).mean() > 0.05 and bits_of(gap, is_robust=True) < 4
+    return "bug", named or vague[:1]
 
 
 def note_on_others(verdict: str, causes: list[str], gap: Gap) -> str:
@@ -581,33 +551,35 @@ def note_on_others(verdict: str, causes: list[str], gap: Gap) -> str:
 
 def notes_on(gap: Gap, error: float, has_mask: bool, has_fillers: bool) -> list[str]:
     """Lines that say what limits the numbers of the report. `error` is token_mult_prob_error."""
-    notes = []
-    if error > 1.05:
-        notes.append(
-            f"alarm: token_mult_prob_error is {ratio_in_line(error)}, above the limit of 1.05 "
-            "(NeMo-RL's tests ask for less)"
-        )
-    if gap.sequences == 1:
-        notes.append("note: of one sequence there is no sample size of sequences")
-    elif gap.sequences < FEW_SEQUENCES:
-        notes.append(
-            f"note: sequences and positions are compared with {FEW_SEQUENCES} sequences or more"
-        )
     zeros = float(((gap.flat.learner == 0) & (gap.flat.actor == 0)).mean())
     has_zeros = zeros > 0.05
-    if has_zeros:
-        notes.append(
-            f"note: both log-probabilities are exactly 0 at {zeros:.0%} of the tokens. If these "
-            "are fillers, mask them: they make the gap look smaller."
-        )
     largest = float(-gap.actor.min())
-    if gap.step > COARSE and largest > 0:
-        step = gap.step * 2.0 ** math.floor(math.log2(largest))
-        notes.append(
+    step = gap.step * 2.0 ** math.floor(math.log2(max(largest, TINY)))
+    notes = (
+        (
+            error > 1.05,
+            f"alarm: token_mult_prob_error is {ratio_in_line(error)}, above the limit of 1.05 "
+            "(NeMo-RL's tests ask for less)",
+        ),
+        (gap.sequences == 1, "note: of one sequence there is no sample size of sequences"),
+        (
+            1 < gap.sequences < FEW_SEQUENCES,
+            f"note: sequences and positions are compared with {FEW_SEQUENCES} sequences or more",
+        ),
+        (
+            has_zeros,
+            f"note: both log-probabilities are exactly 0 at {zeros:.0%} of the tokens. If these "
+            "are fillers, mask them: they make the gap look smaller.",
+        ),
+        (
+            gap.step > COARSE and largest > 0,
             f"note: the file's type has steps of {step:.2g} near a log-probability of "
             f"{-largest:.1f}. A gap of that size is the file's, so the horizon is a lower bound. "
-            "Save float32."
-        )
-    if not has_mask and (has_fillers or has_zeros):
-        notes.append("note: there is no mask. Give a mask: padding and tool tokens out.")
-    return notes
+            "Save float32.",
+        ),
+        (
+            not has_mask and (has_fillers or has_zeros),
+            "note: there is no mask. Give a mask: padding and tool tokens out.",
+        ),
+    )
+    return [note for is_true, note in notes if is_true]

@@ -19,27 +19,21 @@ import torch
 
 from .dump import LARGEST, Gap
 
-# What a token is weighed by, or what a bound is compared with: the token's ratio, the product of
-# its sequence's ratios or their geometric mean, of the tokens that count.
-Statistic = Literal["none", "token", "product", "mean"]
-
 
 class Rule(NamedTuple):
     """What a stack does to the tokens of a dump, with some setting.
 
-    `stack`, `setting`  in the words of the stack
-    `weight`            what a token is weighed by
-    `gate`              what the bounds are compared with
-    `action`            what happens beyond a bound. "clip" is PPO's: the gradient is 0 beyond the
-                        bound on the side of the advantage
-    `lower`, `upper`    the bounds
-    `dual`              of a clip: above it, tokens of negative advantage have no gradient either
+    `weight`          what a token is weighed by: its ratio, the product of its sequence's ratios,
+                      or their geometric mean
+    `gate`            what the bounds are compared with, the same
+    `action`          what happens beyond a bound. "clip" is PPO's: the gradient is 0 beyond the
+                      bound on the side of the advantage
+    `lower`, `upper`  the bounds
+    `dual`            of a clip: above it, tokens of negative advantage have no gradient either
     """
 
-    stack: str = ""
-    setting: str = ""
-    weight: Statistic = "none"
-    gate: Statistic = "none"
+    weight: Literal["none", "token", "product", "mean"] = "none"
+    gate: Literal["none", "token", "product", "mean"] = "none"
     action: Literal["none", "drop", "truncate", "clip"] = "none"
     lower: float = 0.0
     upper: float = math.inf
@@ -57,37 +51,34 @@ VERSIONS = {
     "areal": "AReaL 1.0.4",
     "nemo-rl": "NeMo-RL 0.7.0",
 }
-# The first row of a stack is its default.
-RULES = (
-    Rule("trl", "use_vllm=True", "product", "product", "drop", upper=3.0),
-    Rule("trl", "vllm_importance_sampling_correction=False"),
-    Rule("verl", "rollout_correction.rollout_is=null"),
-    Rule("verl", "rollout_is=token", "token", "token", "truncate", upper=2.0),
-    Rule("verl", "rollout_is=sequence", "product", "product", "truncate", upper=2.0),
-    Rule("trl-async", "epsilon=0.2", "token", "token", "clip", 0.8, 1.2),
-    Rule(
-        "verl-async", "rollout_correction.bypass_mode=true", "token", "token", "clip", 0.8, 1.2, 3.0
+# By the name of a stack and its setting, in its words. The first row of a stack is its default.
+RULES = {
+    ("trl", "use_vllm=True"): Rule("product", "product", "drop", upper=3.0),
+    ("trl", "vllm_importance_sampling_correction=False"): Rule(),
+    ("verl", "rollout_correction.rollout_is=null"): Rule(),
+    ("verl", "rollout_is=token"): Rule("token", "token", "truncate", upper=2.0),
+    ("verl", "rollout_is=sequence"): Rule("product", "product", "truncate", upper=2.0),
+    ("trl-async", "epsilon=0.2"): Rule("token", "token", "clip", 0.8, 1.2),
+    ("verl-async", "rollout_correction.bypass_mode=true"): Rule(
+        "token", "token", "clip", 0.8, 1.2, 3.0
     ),
-    Rule("verl-async", "bypass_mode=false"),
-    Rule("openrlhf", "is_correction_level=off"),
-    Rule("openrlhf", "is_correction_level=token", "token", "token", "drop", 0.5, 5.0),
-    Rule("openrlhf", "is_correction_level=seq", "token", "mean", "drop", 0.5, 5.0),
-    Rule(
-        "openrlhf", "is_correction_level=token, mode=clip", "token", "token", "truncate", 0.5, 5.0
+    ("verl-async", "bypass_mode=false"): Rule(),
+    ("openrlhf", "is_correction_level=off"): Rule(),
+    ("openrlhf", "is_correction_level=token"): Rule("token", "token", "drop", 0.5, 5.0),
+    ("openrlhf", "is_correction_level=seq"): Rule("token", "mean", "drop", 0.5, 5.0),
+    ("openrlhf", "is_correction_level=token, mode=clip"): Rule(
+        "token", "token", "truncate", 0.5, 5.0
     ),
-    Rule("areal", "use_decoupled_loss=False, eps_clip=0.2", "token", "token", "clip", 0.8, 1.2),
-    Rule("areal", "use_decoupled_loss=True"),
-    Rule("areal", "decoupled, rejection_sampling", "token", "token", "drop", upper=5.0),
-    Rule("areal", "the same, rejection_sampling.level=sequence", "mean", "mean", "drop", upper=5.0),
-    Rule("nemo-rl", "use_importance_sampling_correction=false"),
-    Rule("nemo-rl", "use_importance_sampling_correction=true", "token"),
-    Rule("nemo-rl", "prorlv2.v2.yaml: icepop", "token", "token", "drop", 0.5, 5.0),
-)
-
-
-def rule_of(stack: str, setting: str) -> Rule:
-    (rule,) = (x for x in RULES if (x.stack, x.setting) == (stack, setting))
-    return rule
+    ("areal", "use_decoupled_loss=False, eps_clip=0.2"): Rule("token", "token", "clip", 0.8, 1.2),
+    ("areal", "use_decoupled_loss=True"): Rule(),
+    ("areal", "decoupled, rejection_sampling"): Rule("token", "token", "drop", upper=5.0),
+    ("areal", "the same, rejection_sampling.level=sequence"): Rule(
+        "mean", "mean", "drop", upper=5.0
+    ),
+    ("nemo-rl", "use_importance_sampling_correction=false"): Rule(),
+    ("nemo-rl", "use_importance_sampling_correction=true"): Rule("token"),
+    ("nemo-rl", "prorlv2.v2.yaml: icepop"): Rule("token", "token", "drop", 0.5, 5.0),
+}
 
 
 def weigh(
@@ -117,15 +108,12 @@ def weigh(
     tie = 1e-9  # by which the logarithm of a ratio that is a bound may miss that of the bound
     is_above = gate > math.log(rule.upper) + tie
     is_below = gate < (math.log(rule.lower) if rule.lower > 0 else -math.inf) - tie
-    nothing = torch.zeros_like(is_above)
-    is_dropped = nothing
-    is_truncated = nothing
-    if rule.action == "drop":
-        is_dropped = is_above | is_below
-    elif rule.action == "truncate":
-        is_truncated = is_above | is_below
+    is_outside = is_above | is_below
+    is_dropped = is_outside & (rule.action == "drop")
+    is_truncated = is_outside & (rule.action == "truncate")
+    if rule.action == "truncate":
         weight = weight.clamp(rule.lower, rule.upper)
-    elif rule.action == "clip" and advantage is not None:
+    if rule.action == "clip" and advantage is not None:
         is_beyond = is_below | (gate > math.log(rule.dual) + tie)
         is_dropped = (is_above & (advantage > 0)) | (is_beyond & (advantage < 0))
     return torch.where(is_dropped, 0, weight), is_dropped, is_truncated
@@ -169,7 +157,8 @@ class StackShare(NamedTuple):
     sample_size: float
 
     @classmethod
-    def of(cls, rule: Rule, gap: Gap) -> "StackShare":
+    def of(cls, stack: str, setting: str, gap: Gap) -> "StackShare":
+        rule = RULES[stack, setting]
         log_ratio = torch.from_numpy(gap.log_ratio)
         counts = torch.from_numpy(gap.mask.sum(1, keepdims=True)).clamp(min=1)
         advantages = None if gap.advantages is None else torch.from_numpy(gap.advantages)
@@ -180,8 +169,8 @@ class StackShare(NamedTuple):
         sequences = np.flatnonzero(gap.mask.any(1)), gap.mask.argmax(1)[gap.mask.any(1)]
         among = tokens if rule.gate in ("none", "token") else sequences
         return cls(
-            stack=rule.stack,
-            setting=rule.setting,
+            stack=stack,
+            setting=setting,
             unit="tokens" if among is tokens else "sequences",
             dropped=float(is_dropped[among].mean()) if is_known else math.nan,
             truncated=float(is_truncated[among].mean()),
@@ -195,14 +184,17 @@ def caps_line(shares: tuple[StackShare, ...]) -> str:
 
     That is the first of its rules that drops or truncates, with the stack's own numbers.
     """
-    texts = {}
-    for rule, share in zip(RULES, shares, strict=True):
-        if rule.action in ("drop", "truncate") and rule.stack not in texts:
-            lower = f"outside {rule.lower:g} to" if rule.lower > 0 else "above"
-            beyond = share.dropped + share.truncated
-            text = f"{rule.stack} {beyond:.2%} of the {share.unit} ({lower} {rule.upper:g})"
-            texts[rule.stack] = text
-    return f"beyond the caps of stacks: {', '.join(texts.values())}"
+    firsts = {}
+    for share in shares:
+        rule = RULES[share.stack, share.setting]
+        if rule.action in ("drop", "truncate"):
+            firsts.setdefault(share.stack, (rule, share))
+    texts = [
+        f"{stack} {share.dropped + share.truncated:.2%} of the {share.unit} "
+        f"({f'outside {rule.lower:g} to' if rule.lower > 0 else 'above'} {rule.upper:g})"
+        for stack, (rule, share) in firsts.items()
+    ]
+    return f"beyond the caps of stacks: {', '.join(texts)}"
 
 
 def stack_table(shares: tuple[StackShare, ...]) -> str:

@@ -40,13 +40,9 @@ FEW_TOKENS = 256  # with fewer tokens, chance alone reaches the limits
 FEW_SEQUENCES = 16  # with fewer sequences, sequences and positions are not compared
 CHANCE = 5.0  # standard deviations over permutations; of a maximum, one in a thousand is beyond
 PERMUTATIONS = 200
-MISPLACED = "fit of a neighbouring token"
-OTHER_LABELS = "log-probabilities of other labels"
 # If weights and activations are rounded to b bits of mantissa, rms(d) / std(actor_logp) is about
 # SIZE * 2^-b.
 SIZE = 0.55
-# Formats that are in use leave more bits than this: FP8 leaves 2 or 3, and FP4 leaves about 1.
-FEWEST_BITS = 0.8
 # Bits that remain at least if both programs compute in a format. That is its bits of mantissa, less
 # three for errors that add up over layers (float32: less nine, because log-probabilities of large
 # vocabularies are sums of many terms).
@@ -56,7 +52,7 @@ BITS_LEFT = {
     "fp16": 7.0,
     "bf16": 4.0,
     "int8": 3.0,
-    "fp8": FEWEST_BITS,
+    "fp8": 0.8,  # formats in use leave more than this: FP8 2 or 3, and FP4 about 1
     "int4": 0.0,
     "fp4": 0.0,
 }
@@ -90,6 +86,13 @@ class Seen(NamedTuple):
     @property
     def excess(self) -> float:
         return self.value / self.limit
+
+    @property
+    def line(self) -> str:
+        """What is said, and how much of the gap it explains."""
+        if not self.share > 0.005:  # or NaN
+            return f"  {self.says}"
+        return f"  {self.says.removesuffix('.')}; explains {self.share:.0%} of the squared gap"
 
 
 class Symptom(NamedTuple):
@@ -160,7 +163,20 @@ class Aligned(Gap):
 
     @functools.cached_property
     def bins(self) -> np.ndarray:
-        return bins_of(self)
+        """For each token, the number of a bin of tokens with similar log-probability, [S, T]."""
+        return self.bins_of(32)
+
+    def bins_of(self, most: int) -> np.ndarray:
+        """At most so many bins, [S, T]. They have equally many tokens, 50 or more."""
+        bins = int(np.clip(len(self.flat.actor) // 50, 1, most))
+        edges = np.quantile(self.flat.actor, np.linspace(0, 1, bins + 1)[1:-1])
+        return np.searchsorted(edges, self.actor)
+
+    def mean_of_bin(self, values: np.ndarray, bins: np.ndarray) -> np.ndarray:
+        """For each token, the mean of `values` over the tokens of its bin, [S, T]."""
+        total = np.bincount(bins[self.mask], values[self.mask], minlength=bins.max() + 1)
+        count = np.bincount(bins[self.mask], minlength=bins.max() + 1)
+        return (total / np.maximum(count, 1))[bins]
 
     @functools.cached_property
     def size(self) -> np.ndarray:
@@ -173,7 +189,7 @@ class Aligned(Gap):
     def typical(self) -> np.ndarray:
         """|d| that is typical of the token's log-probability, [S, T]."""
         # The mean of roots: a few huge log ratios change it little.
-        return np.square(mean_of_bin(np.sqrt(self.size), self, self.bins))
+        return np.square(self.mean_of_bin(np.sqrt(self.size), self.bins))
 
     @functools.cached_property
     def scores(self) -> np.ndarray:
@@ -208,10 +224,25 @@ class Aligned(Gap):
         enough = np.flatnonzero(counts >= FEW_SEQUENCES)
         return enough, sums[enough] / counts[enough]
 
+    @property
+    def is_repeated(self) -> np.ndarray:
+        """Where a token has the number of a token before it in the same sequence, [S, T]."""
+        rows, places = np.nonzero(self.mask)
+        numbers, kind = np.unique(self.tokens[self.mask], return_inverse=True)
+        _, first = np.unique(rows * len(numbers) + kind, return_index=True)
+        is_repeated = self.mask.copy()
+        is_repeated[rows[first], places[first]] = False
+        return is_repeated
+
     def median(self, start: int, stop: int | None = None) -> float:
         """The median score at these positions, over sequences: a few do not change it."""
         scores = self.centred[:, start:stop][self.mask[:, start:stop]]
         return float(np.median(scores)) if len(scores) else 0.0
+
+    @property
+    def share_of_mean(self) -> float:
+        """The share of the squared gap that is there because the mean log ratio is not 0."""
+        return self.flat.log_ratio.mean() ** 2 / max(np.square(self.flat.log_ratio).mean(), TINY**2)
 
     def share_at(self, affected: np.ndarray) -> float:
         """The share of the squared gap that is there only because `affected` tokens, [S, T], have
@@ -229,7 +260,7 @@ class Aligned(Gap):
             return {}
         rows = {name: row for name, row in SYMPTOMS.items() if row.contrast}
         if len(np.unique(self.columns[self.lengths > 0, 0])) == 1:
-            del rows[COLUMN]  # all sequences begin in the same one
+            del rows["a column"]  # all sequences begin in the same one
 
         def measured(scores: np.ndarray) -> list[float]:
             means = self.means(scores)
@@ -295,23 +326,6 @@ def correlation(x: np.ndarray, y: np.ndarray) -> float:
     if min(x.std(), y.std()) < TINY * max(abs(x).max(), abs(y).max()):
         return 0.0
     return float(np.corrcoef(x, y)[0, 1])
-
-
-def bins_of(gap: Gap, most: int = 32) -> np.ndarray:
-    """For each token, the number of a bin of tokens with similar log-probability, [S, T].
-
-    The bins have equally many tokens, 50 or more.
-    """
-    bins = int(np.clip(len(gap.flat.actor) // 50, 1, most))
-    edges = np.quantile(gap.flat.actor, np.linspace(0, 1, bins + 1)[1:-1])
-    return np.searchsorted(edges, gap.actor)
-
-
-def mean_of_bin(values: np.ndarray, gap: Gap, bins: np.ndarray) -> np.ndarray:
-    """For each token, the mean of `values` over the tokens of its bin, [S, T]."""
-    total = np.bincount(bins[gap.mask], values[gap.mask], minlength=bins.max() + 1)
-    count = np.bincount(bins[gap.mask], minlength=bins.max() + 1)
-    return (total / np.maximum(count, 1))[bins]
 
 
 def bits_of(gap: Gap, is_robust: bool = False) -> float:
@@ -393,16 +407,10 @@ def truncated(gap: Aligned) -> dict:
     mean = below.mean()
     return {
         "value": value,
-        "share": share_of_mean(gap),
+        "share": gap.share_of_mean,
         "ratio": ratio_in_line(1 - mean),
         "missing": max(mean, 0),
     }
-
-
-def share_of_mean(gap: Gap) -> float:
-    """The share of the squared gap that is there because the mean log ratio is not 0."""
-    log_ratio = gap.flat.log_ratio
-    return log_ratio.mean() ** 2 / max(np.square(log_ratio).mean(), TINY**2)
 
 
 def impossible(gap: Aligned) -> dict:
@@ -435,7 +443,7 @@ def impossible(gap: Aligned) -> dict:
             value = max(value, float(surplus / error))
     return {
         "value": value,
-        "share": share_of_mean(gap),
+        "share": gap.share_of_mean,
         "ratio": ratio_in_line(1 + float(gap.flat.excess.mean())),
         "error": standard_error(gap.excess, gap.mask),
     }
@@ -458,18 +466,14 @@ def tempered(gap: Aligned) -> dict:
     slope = along * log_ratio.std() / max(actor.std(), TINY)
     # Unrelated log-probabilities have such a line, too. A temperature leaves them closely related.
     is_close = correlation(actor, gap.flat.learner) > 0.9
-    value = abs(along) if is_close else 0.0
-    chance = 0.66
     # A slope of 0.05 is that of a temperature of 0.95.
-    is_below = slope < -0.05 and measure(BELOW_ONE, gap).is_seen
-    is_above = slope > 0.05 and measure(ABOVE_ONE, gap).is_seen
-    if is_below or is_above:
-        value = abs(along)
-        chance = 0.0
+    is_below = slope < -0.05 and measure("mean ratio below 1", gap).is_seen
+    is_above = slope > 0.05 and measure("mean ratio above 1", gap).is_seen
+    is_line = is_below or is_above
     return {
-        "value": value,
+        "value": abs(along) if is_line or is_close else 0.0,
         "share": along**2 * log_ratio.var() / np.square(log_ratio).mean(),
-        "chance": chance,
+        "chance": 0.0 if is_line else 0.66,
         "slope": 1 + slope,
         "along": along,
         "of_learner": "below" if slope < 0 else "above",
@@ -486,10 +490,11 @@ def unrelated(gap: Aligned) -> dict:
 
 def coarse(gap: Aligned) -> dict:
     """Is the gap larger than any arithmetic in use makes it?"""
+    fewest = BITS_LEFT["fp8"]
     bits = bits_of(gap, is_robust=True)
     # Where all log-probabilities are alike, their spread says nothing of arithmetic.
-    value = 0.0 if gap.rms < 0.1 else 2.0 ** (FEWEST_BITS - bits)
-    return {"value": value, "bits": max(bits, 0), "fewest": FEWEST_BITS}
+    value = 0.0 if gap.rms < 0.1 else 2.0 ** (fewest - bits)
+    return {"value": value, "bits": max(bits, 0), "fewest": fewest}
 
 
 def too_few_bits(gap: Aligned) -> dict | None:
@@ -524,7 +529,7 @@ def learned(gap: Aligned) -> dict | None:
 
     actor = ranks(gap.actor)
     residuals = []
-    surplus = gap.log_ratio - mean_of_bin(gap.log_ratio, gap, bins_of(gap, 10))
+    surplus = gap.log_ratio - gap.mean_of_bin(gap.log_ratio, gap.bins_of(10))
     for x in (surplus, gap.advantages):
         rank = ranks(x)
         residuals.append(rank - actor * (rank @ actor) / (actor @ actor))
@@ -543,11 +548,11 @@ def seen_before(gap: Aligned) -> dict | None:
     """
     if gap.tokens is None or gap.sequences < FEW_SEQUENCES:
         return None
-    is_repeated = repeated(gap.tokens, gap.mask)
+    is_repeated = gap.is_repeated
     relative = np.clip(gap.log_ratio / np.maximum(gap.typical, TINY), -3.0, 3.0)
 
     def without_bins(x: np.ndarray) -> np.ndarray:
-        return np.where(gap.mask, x - mean_of_bin(x, gap, gap.bins), 0.0)
+        return np.where(gap.mask, x - gap.mean_of_bin(x, gap.bins), 0.0)
 
     relative = without_bins(relative)
     weight = without_bins(is_repeated.astype(float))
@@ -565,16 +570,6 @@ def seen_before(gap: Aligned) -> dict | None:
         "chance": CHANCE * error,
         "side": "higher" if difference > 0 else "lower",
     }
-
-
-def repeated(tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Where a token has the number of a token before it in the same sequence, [S, T]."""
-    rows, places = np.nonzero(mask)
-    numbers, kind = np.unique(tokens[mask], return_inverse=True)
-    _, first = np.unique(rows * len(numbers) + kind, return_index=True)
-    is_repeated = mask.copy()
-    is_repeated[rows[first], places[first]] = False
-    return is_repeated
 
 
 def heavy_tail(gap: Aligned) -> dict:
@@ -670,7 +665,7 @@ def spread_between(
     observed = variance(np.arange(len(sums)))
     permuted = np.array([variance(draw.permutation(len(sums))) for _ in range(PERMUTATIONS)])
     value = np.sqrt(max(observed - permuted.mean(), 0.0))
-    limit = max(float(np.sqrt(CHANCE * permuted.std())), SYMPTOMS[SEQUENCES].limit)
+    limit = max(float(np.sqrt(CHANCE * permuted.std())), SYMPTOMS["sequences that differ"].limit)
     return float(value), limit
 
 
@@ -745,12 +740,8 @@ def at_the_beginning(gap: Aligned, value: float) -> dict:
 # The table
 
 
-BELOW_ONE = "mean ratio below 1"
-ABOVE_ONE = "mean ratio above 1"
-SEQUENCES = "sequences that differ"
-COLUMN = "a column"
 SYMPTOMS = {
-    MISPLACED: Symptom(
+    "fit of a neighbouring token": Symptom(
         "shift",
         "fixed",
         2.0,
@@ -758,7 +749,7 @@ SYMPTOMS = {
         "the learner's log-probabilities fit the actor's of the token {distance} {side} it: they "
         "differ by {there:.2g} there, and by {here:.2g} at the same token",
     ),
-    OTHER_LABELS: Symptom(
+    "log-probabilities of other labels": Symptom(
         "shift",
         "fixed",
         2.0,  # nats
@@ -766,7 +757,7 @@ SYMPTOMS = {
         "the learner finds the tokens e^{less_likely:.1f} times less likely on average, and its "
         "log-probabilities hardly follow the actor's (correlation {common:.2f})",
     ),
-    BELOW_ONE: Symptom(
+    "mean ratio below 1": Symptom(
         "truncation",
         "fixed",
         0.1,
@@ -774,7 +765,7 @@ SYMPTOMS = {
         "the mean ratio is {ratio}: the actor never says what {missing:.1%} of the learner's "
         "probability is for",
     ),
-    ABOVE_ONE: Symptom(
+    "mean ratio above 1": Symptom(
         "mean ratio",
         "errors",
         4.5,
@@ -822,7 +813,7 @@ SYMPTOMS = {
         "{part:.0%} of the squared gap is at {fewest:,} of {tokens:,} tokens, {where}; the largest "
         "is token {column} of sequence {row}",
     ),
-    SEQUENCES: Symptom(
+    "sequences that differ": Symptom(
         "padding",
         "permuted",
         0.4,
@@ -872,7 +863,7 @@ SYMPTOMS = {
         "log ratios are {times:.1f} times as large in the last third of a sequence as in the first",
         lambda gap, scores, means: last_third_over_first(gap, scores),
     ),
-    COLUMN: Symptom(
+    "a column": Symptom(
         "template",
         "permuted",
         0.85,
@@ -908,7 +899,6 @@ SYMPTOMS = {
 FEW = 4  # tokens of this number may be chance
 NEARLY = 0.9  # share that stands for all
 ZERO = 1e-6  # a log-probability of this size is 0
-CLEAR_AT_END = 0.1  # nats by which the other program must differ, where nearly every sequence has 0
 
 
 def without_fillers(gap: Gap) -> tuple[Gap, Seen | None]:
@@ -935,7 +925,8 @@ def without_fillers(gap: Gap) -> tuple[Gap, Seen | None]:
     np.put_along_axis(tokens, aligned.columns, fillers, 1)
     rest = gap.without(tokens)
     # A shift puts other numbers beside the zeros of tokens that are certain.
-    if rest.mask.sum() >= FEW_TOKENS and measure(MISPLACED, Aligned.of(rest)).is_seen:
+    is_judged = rest.mask.sum() >= FEW_TOKENS
+    if is_judged and measure("fit of a neighbouring token", Aligned.of(rest)).is_seen:
         return gap, None
     numbers, counts = np.unique(logp[fillers], return_counts=True)
     constant = numbers[counts.argmax()]
@@ -969,7 +960,7 @@ def fillers_of(logp: np.ndarray, other: np.ndarray, gap: Aligned) -> np.ndarray:
 
     # At the last token of most sequences, or at the first, and rare elsewhere: the other program
     # often expects such a token, so a smaller difference is enough.
-    is_contradicted = is_zero & (other < -CLEAR_AT_END)
+    is_contradicted = is_zero & (other < -0.1)
     found = np.zeros_like(mask)
     for is_place in (gap.is_last, mask & (gap.place == 0)):
         tokens = is_contradicted & is_place
@@ -981,7 +972,9 @@ def fillers_of(logp: np.ndarray, other: np.ndarray, gap: Aligned) -> np.ndarray:
     # an actor samples by top-p, and a single token is left to sample.
     is_most = rate(differs, is_zero & (other < -0.01)) > 0.2
     if clear_zeros.sum() >= FEW and is_rare_elsewhere(is_zero) and is_most:
-        found |= runs_with(is_zero, clear_zeros)
+        # The runs of zeros that contain a clear one
+        run = np.cumsum(starts_of_runs(is_zero)).reshape(mask.shape)
+        found |= is_zero & np.isin(run, np.unique(run[clear_zeros]))
     elif is_zero.sum() >= NEARLY * mask.sum():
         # A policy that is nearly as certain as a greedy one differs less.
         if is_contradicted.sum() >= max(FEW, 0.02 * mask.sum()):
@@ -1017,64 +1010,68 @@ def rate(hits: np.ndarray, among: np.ndarray) -> float:
     return float(hits[among].mean()) if among.any() else 0.0
 
 
-def runs_with(inside: np.ndarray, marked: np.ndarray) -> np.ndarray:
-    """The runs of tokens `inside` that contain a marked token, [S, T]."""
-    starts = inside & ~np.pad(inside, ((0, 0), (1, 0)))[:, :-1]
-    number = np.cumsum(starts.ravel()).reshape(inside.shape)
-    wanted = np.unique(number[marked])
-    return inside & np.isin(number, wanted)
+def starts_of_runs(tokens: np.ndarray) -> np.ndarray:
+    """Which tokens are the first of neighbouring ones, [S, T]."""
+    return tokens & ~np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
 
 
 def whereabouts(tokens: np.ndarray, gap: Aligned) -> tuple[str, str]:
     """Which tokens these are, in words, and what to do about them."""
-    mask = gap.mask
-    count = int(tokens.sum())
-    share = count / mask.sum()
-    if share >= NEARLY:
-        text = "all" if count == mask.sum() else f"{share:.0%} of the"
-        return (
-            f"{text} tokens",
+    count = tokens.sum()
+    share = count / gap.mask.sum()
+    sequences = tokens.any(1).sum()
+    of_sequences = f"{sequences} of {gap.sequences} sequences"
+    mean = f"{count / sequences:.0f} tokens (on average)"
+    runs = starts_of_runs(tokens).sum()
+    is_filled = tokens | ~gap.mask
+    is_whole = is_filled.all(1, keepdims=True)
+    is_to_the_end = np.logical_and.accumulate(is_filled[:, ::-1], axis=1)[:, ::-1]
+
+    def are_in(places: np.ndarray) -> bool:
+        return (tokens & places).sum() >= NEARLY * count
+
+    rows = (
+        (
+            share >= NEARLY,
+            f"{'all' if share == 1 else f'{share:.0%} of the'} tokens",
             "An actor that is greedy (temperature 0) reports this, and so does a program that has "
             "not recorded them.",
-        )
-    of_sequences = f"{tokens.any(1).sum()} of {gap.sequences} sequences"
-    mean = f"{count / tokens.any(1).sum():.0f} tokens (on average)"
-    is_filled = tokens | ~mask
-    is_whole = is_filled.all(1, keepdims=True)
-    whole = (tokens & is_whole).any(1).sum()
-    for inside, where, fix in (
+        ),
         (
-            is_whole,
-            f"all tokens of {whole} of {gap.sequences} sequences",
+            are_in(is_whole),
+            f"all tokens of {(tokens & is_whole).any(1).sum()} of {gap.sequences} sequences",
             "These are greedy (temperature 0), or they were not recorded: mask them.",
         ),
         (
-            gap.is_last,
+            are_in(gap.is_last),
             f"the last token of {of_sequences}",
             "An end token was appended that was not sampled: mask it.",
         ),
-        (gap.place == 0, f"the first token of {of_sequences}", "It was not sampled: mask it."),
         (
-            np.logical_and.accumulate(is_filled[:, ::-1], axis=1)[:, ::-1],
+            are_in(gap.place == 0),
+            f"the first token of {of_sequences}",
+            "It was not sampled: mask it.",
+        ),
+        (
+            are_in(is_to_the_end),
             f"the last {mean} of {of_sequences}",
             "This is padding that counts: give a mask that leaves it out.",
         ),
         (
-            np.logical_and.accumulate(tokens, axis=1),
+            are_in(np.logical_and.accumulate(tokens, axis=1)),
             f"the first {mean} of {of_sequences}",
             "This is a prompt or padding that counts: give a mask that leaves it out.",
         ),
-    ):
-        if (tokens & inside).sum() >= NEARLY * count:
-            return where, fix
-    runs = int((tokens & ~np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]).sum())
-    if count >= 3 * runs:
-        return (
+        (
+            count >= 3 * runs,
             f"{share:.1%} of the tokens, in {runs:,} runs of about {count / runs:.0f} tokens in "
             f"{of_sequences}",
             "These were not sampled, as replies of a tool are not: mask them.",
-        )
-    return (
-        f"{share:.1%} of the tokens, here and there in {of_sequences}",
-        "These were not sampled, or were not recorded: mask them.",
+        ),
+        (
+            True,
+            f"{share:.1%} of the tokens, here and there in {of_sequences}",
+            "These were not sampled, or were not recorded: mask them.",
+        ),
     )
+    return next((where, fix) for is_true, where, fix in rows if is_true)
