@@ -42,7 +42,6 @@ from .symptoms import (
     without_fillers,
 )
 
-KEPT = 0.9  # the share of their sample size that the weights of sequences keep over a horizon
 # What a kind of bug means, and what to do about it where that is sure. Otherwise what to look at.
 MEANING = {
     "shift": "the learner's log-probabilities are those of other positions. Look at how labels are "
@@ -231,7 +230,7 @@ class MismatchReport(NamedTuple):
             )
         return [
             f"horizon: {amount(self.horizon)} tokens{interval}, after which the weights of "
-            f"sequences have an effective sample size of {KEPT:g}",
+            "sequences have an effective sample size of 0.9",
             f"  if tokens were independent: {amount(self.token_horizon)}{together}",
             f"lengths: sequences of {self.mean_length:,.1f} tokens are {amount(self.horizons)} "
             "horizons long",
@@ -494,7 +493,7 @@ def horizon_of(length: int, spread: float) -> float:
 
     `spread` is the mean of (ratio - 1)^2, for products of `length` ratios.
     """
-    return length * (math.log(KEPT) / -math.log1p(spread)) if spread > 0 else math.inf
+    return length * (math.log(0.9) / -math.log1p(spread)) if spread > 0 else math.inf
 
 
 # The verdict
