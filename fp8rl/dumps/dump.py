@@ -143,9 +143,12 @@ class Gap:
 
     def without(self, tokens: np.ndarray) -> "Gap":
         """The same gap, in which `tokens`, [S, T], do not count."""
-        mask = self.mask & ~tokens
-        learner = np.where(mask, self.learner, 0.0)
-        return replace(self, learner=learner, actor=np.where(mask, self.actor, 0.0), mask=mask)
+        return replace(
+            self,
+            learner=np.where(tokens, 0.0, self.learner),
+            actor=np.where(tokens, 0.0, self.actor),
+            mask=self.mask & ~tokens,
+        )
 
 
 # Files

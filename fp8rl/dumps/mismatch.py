@@ -216,8 +216,7 @@ class MismatchReport(NamedTuple):
         """Lines with the numbers of the report."""
         interval = ""
         if math.isfinite(self.horizon_low):
-            low, high = amount(self.horizon_low), amount(self.horizon_high)
-            interval = f" (95% interval {low} to {high})"
+            interval = f" (95% interval {amount(self.horizon_low)} to {amount(self.horizon_high)})"
         together = ""
         if self.horizon != self.token_horizon:
             together = "; here ratios go together along a sequence"
@@ -269,8 +268,11 @@ class MismatchReport(NamedTuple):
             parse_constant=lambda name: None,
         )
         # An exponent makes long numbers shorter.
-        text = json.dumps(rounded, indent=2)
-        return re.sub(r"\d{10,}\.0\b", lambda number: f"{float(number[0]):.9g}", text)
+        return re.sub(
+            r"\d{10,}\.0\b",
+            lambda number: f"{float(number[0]):.9g}",
+            json.dumps(rounded, indent=2),
+        )
 
 
 def amount(x: float) -> str:

@@ -560,10 +560,8 @@ def seen_before(gap: Aligned) -> dict | None:
     difference = (weight * relative).sum() / total
     rest = weight * (relative - weight * difference)
     error = np.sqrt(np.square(rest.sum(1)).sum()) / total
-    explained = 0.0
-    for group in (gap.mask & is_repeated, gap.mask & ~is_repeated):
-        if group.any():
-            explained += group.sum() * gap.log_ratio[group].mean() ** 2
+    groups = [gap.log_ratio[x & gap.mask] for x in (is_repeated, ~is_repeated)]
+    explained = sum(len(x) * x.mean() ** 2 for x in groups if len(x))
     return {
         "value": abs(difference),
         "share": explained / max(np.square(gap.log_ratio[gap.mask]).sum(), TINY**2),
