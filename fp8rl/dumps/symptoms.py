@@ -355,7 +355,7 @@ def misplaced(gap: Aligned) -> dict | None:
     size = np.abs(gap.flat.log_ratio).mean()
     sizes = {}
     for offset in (1, -1, 2, -2):
-        place = gap.place - offset
+        place = np.arange(gap.mask.shape[1]) - offset
         is_inside = (place >= 0) & (place < gap.mask.shape[1])
         both = gap.mask & np.roll(gap.mask, offset, 1) & is_inside
         if both.any():
