@@ -109,8 +109,9 @@ def weigh(
     is_above = gate > math.log(rule.upper) + tie
     is_below = gate < (math.log(rule.lower) if rule.lower > 0 else -math.inf) - tie
     is_outside = is_above | is_below
-    is_dropped = is_outside & (rule.action == "drop")
-    is_truncated = is_outside & (rule.action == "truncate")
+    nothing = torch.zeros_like(is_above)
+    is_dropped = is_outside if rule.action == "drop" else nothing
+    is_truncated = is_outside if rule.action == "truncate" else nothing
     if rule.action == "truncate":
         weight = weight.clamp(rule.lower, rule.upper)
     if rule.action == "clip" and advantage is not None:
