@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fp8rl.doctor import mismatch
-from fp8rl.dumps.gap import Gap
+from fp8rl.dumps.dump import Gap
 from fp8rl.dumps.mismatch import MEANING, judge
-from fp8rl.dumps.symptoms import OTHER_LABELS, Seen
+from fp8rl.dumps.symptoms import Seen
 
 LEARNER = np.log([[0.5, 0.2, 0.9], [0.3, 0.6, 0.1]])
 ACTOR = np.log([[0.4, 0.25, 0.9], [0.35, 0.4, 0.2]])
@@ -397,7 +397,7 @@ def seen(name: str, kind: str, value: float) -> Seen:
 
 
 WEAK = seen("a large beginning", "beginning", 0.9)
-LABELS = seen(OTHER_LABELS, "shift", 2.0)
+LABELS = seen("log-probabilities of other labels", "shift", 2.0)
 TAIL = seen("a heavy tail", "heavy tail", 5.0)
 RULES = [  # symptoms and what is named
     ([WEAK], []),
