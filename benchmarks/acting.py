@@ -2,31 +2,36 @@
 
 Policies are trained in float32, and a copy of them in few bits writes the sequences. What the
 learner loses depends on the format, on the length T of the sequences, and on what it does about the
-ratios pi / mu of the two policies (fp8rl/sequences/corrections.py).
+ratios pi / mu of the two policies (fp8rl/sequences/corrections.py). A loss is the share of the
+success that the learner reaches where float32 writes the sequences: 0 is float32, 1 gets nothing
+right.
 
-Before training, a float32 run tells the horizon H of a format: after H tokens, the weights of
-sequences have lost a tenth of their effective sample size. The claim is that T / H foresees the
-loss, for each correction. So the losses of the first experiment, drawn over T / H, predict those of
-the others, which are another task, another network and other formats.
+*acting* asks whether a loss can be foreseen. Before training, a float32 run tells the horizon H of
+a format: after H tokens, the weights of sequences have lost a tenth of their effective sample size.
+The claim is that T / H foresees the loss, for each correction. So the losses of the first
+experiment, drawn over T / H, predict those of the others, which are another task, another network
+and other formats.
 
-    first      the experiment from which each correction's curve is read; seeds below 1000
-    predict    horizons, and the losses of the other experiments; committed before they are measured
-    measure    the other experiments; seeds from 1000 up
-    table      the outcome, beside rules that know less: the format alone, T alone, a token's
-               effective sample size alone
+*stack_rules* asks what the rules cost that stacks for language models apply. Some of its arms
+sample by top-p in the copy that acts. As in vLLM, its log-probabilities are then those among the
+tokens that were kept, and the learner's are those among all tokens. What was expected is in
+results/stack_rules_predicted.csv, with a reason each.
 
-    python benchmarks/acting.py first benchmarks/results/acting_first.csv
+    python benchmarks/acting.py measure benchmarks/results/acting_first.csv
     python benchmarks/acting.py predict benchmarks/results/acting_predicted.csv
     python benchmarks/acting.py measure benchmarks/results/acting_measured.csv
     python benchmarks/acting.py table benchmarks/results/acting.md
+    python benchmarks/acting.py measure benchmarks/results/stack_rules_measured.csv
+    python benchmarks/acting.py table benchmarks/results/stack_rules.md
 
-`first` and `measure` go on where they were stopped. A loss is the share of the success that the
-learner reaches where float32 writes the sequences: 0 is float32, 1 gets nothing right.
+`measure` trains the experiments of a file (EXPERIMENTS), and goes on where it was stopped. Both
+predictions were committed before the experiments were measured that they are about.
 """
 
 import argparse
 import math
 import multiprocessing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +42,7 @@ from files import Journal, last_line, rows_of, table_of
 
 from fp8rl.cli.throughput import origin
 from fp8rl.machine.hardware import keep_freed_memory
+from fp8rl.sequences.corrections import mismatch_weight
 from fp8rl.sequences.laboratory import Arm, Laboratory, Setting, horizons, pretrained
 from fp8rl.study import figures
 
@@ -45,12 +51,27 @@ WATCHED = [900, 901, 902, 903]  # seeds of the float32 run on which horizons are
 REPAIRS = ("token_weights", "sequence_weights", "mask_tokens", "mask_sequences")
 ALL = ("none", *REPAIRS, "clip", "one_precision")
 ENDS = ("none", "clip")  # the least and the most that can happen
+TOP_P = 0.95
+# What stacks do, by the correction of an arm
+RULES = {
+    "none": "no correction",
+    "one_precision": "one precision",
+    "masked_sequence_weights": "TRL, default",
+    "token_weights": "verl, token",
+    "sequence_weights": "verl, sequence",
+    "gated_token_weights": "OpenRLHF, seq",
+    "clip": "AReaL, default",
+}
+BEST = "token_weights"  # with which the other rules are compared
+WITH_TOP_P = ("none", "masked_sequence_weights", BEST)
+CLIPS = ("none", "masked_sequence_weights", BEST, "clip")
 
 
-def arms_of(corrections: dict[str, tuple[str, ...]]) -> list[Arm]:
-    """Float32, and each format with each of its corrections."""
-    pairs = [(form, name) for form, names in corrections.items() for name in names]
-    return [Arm(), *(Arm(form, name) for form, name in pairs)]
+def arms_of(corrections: dict[str, tuple[str, ...]], with_top_p: tuple[str, ...] = ()) -> list[Arm]:
+    """Float32, each format with each of its corrections, and the formats that sample by top-p."""
+    arms = [Arm(form, name) for form, names in corrections.items() for name in names]
+    arms += [Arm(form, name, TOP_P) for form in with_top_p for name in WITH_TOP_P]
+    return [Arm(), *arms]
 
 
 class Experiment(NamedTuple):
@@ -71,55 +92,72 @@ ENTROPIC = {form: ALL for form in ("e8m1", "e8m2", "e8m3")}
 ENTROPIC |= {form: ENDS for form in ("e8m5", "fp8")}
 ATTENTION = {form: ALL for form in ("e8m2", "e8m3", "fp8")}
 ATTENTION |= {form: ENDS for form in ("e8m1", "e8m5")}
+TWO_UPDATES = {form: ("none", BEST, "clip") for form in ("e8m1", "e8m2", "e8m3")}
+EVERY_RULE = arms_of({form: tuple(RULES) for form in ("fp8", "e8m2")}, ("fp32", "fp8"))
+LONG_TOP_P = arms_of({}, ("fp32",))
+IN_MINIBATCHES = arms_of({form: CLIPS for form in ("fp8", "e8m2")})
 SHARP = Setting()
 HARMLESS = Setting(right_tokens=4)
 # With the recurrent network's learning rate, attention unlearns in float32, too
 TWO_LAYERS = Setting(network="attention", learning_rate=5e-4)
-
+# As many updates of as many sequences as in the others, but four on each rollout
+FOUR = {"batch": 128, "minibatches": 4, "updates": 50}
+NEW = range(1000, 1016)
+RULES_SEEDS = range(2000, 2016)
+FEWER = RULES_SEEDS[:8]
+# By the file of their rows. The limits of predictions were set on seeds below 1000 alone.
 EXPERIMENTS = {
-    "first": Experiment(
-        SHARP,
-        range(16),
-        {
-            8: arms_of(WITH_SIDES),
-            32: arms_of(WITH_SIDES),
-            128: arms_of(WITH_SIDES),
-            512: arms_of(LONG),
-        },
-    ),
-    "other formats": Experiment(
-        SHARP,
-        range(1000, 1016),
-        {
-            8: arms_of(ENGINES),
-            32: arms_of(ENGINES),
-            128: arms_of(ENGINES),
-            512: arms_of({"fp8": ENDS}),
-        },
-    ),
-    "entropic task": Experiment(
-        HARMLESS,
-        range(1000, 1016),
-        {length: arms_of(ENTROPIC) for length in (8, 32, 128)},
-    ),
-    "attention": Experiment(
-        TWO_LAYERS,
-        range(1000, 1016),
-        {length: arms_of(ATTENTION) for length in (8, 32)},
-    ),
-    "two updates": Experiment(
-        Setting(updates_per_rollout=2),
-        range(1000, 1016),
-        {
-            length: arms_of(
-                {form: ("none", "token_weights", "clip") for form in ("e8m1", "e8m2", "e8m3")}
-            )
-            for length in (32, 128)
-        },
-    ),
+    "acting_first": {
+        "first": Experiment(
+            SHARP,
+            range(16),
+            {length: arms_of(WITH_SIDES) for length in (8, 32, 128)} | {512: arms_of(LONG)},
+        )
+    },
+    "acting_measured": {
+        "other formats": Experiment(
+            SHARP,
+            NEW,
+            {length: arms_of(ENGINES) for length in (8, 32, 128)} | {512: arms_of({"fp8": ENDS})},
+        ),
+        "entropic task": Experiment(
+            HARMLESS, NEW, {length: arms_of(ENTROPIC) for length in (8, 32, 128)}
+        ),
+        "attention": Experiment(
+            TWO_LAYERS, NEW, {length: arms_of(ATTENTION) for length in (8, 32)}
+        ),
+        "two updates": Experiment(
+            Setting(updates_per_rollout=2),
+            NEW,
+            {length: arms_of(TWO_UPDATES) for length in (32, 128)},
+        ),
+    },
+    "stack_rules_measured": {
+        "recurrent, 1 right": Experiment(SHARP, RULES_SEEDS, {32: EVERY_RULE, 128: LONG_TOP_P}),
+        "recurrent, 4 right": Experiment(HARMLESS, RULES_SEEDS, {32: EVERY_RULE, 128: LONG_TOP_P}),
+        "attention, 1 right": Experiment(TWO_LAYERS, RULES_SEEDS, {32: EVERY_RULE}),
+        "attention, 4 right": Experiment(
+            TWO_LAYERS._replace(right_tokens=4), RULES_SEEDS, {32: EVERY_RULE}
+        ),
+        "recurrent, 1 right, 4 minibatches": Experiment(
+            SHARP._replace(**FOUR), FEWER, {32: IN_MINIBATCHES}
+        ),
+        "attention, 1 right, 4 minibatches": Experiment(
+            TWO_LAYERS._replace(**FOUR), FEWER, {32: IN_MINIBATCHES}
+        ),
+    },
 }
-FIELDS = ["experiment", "length", "format", "correction", "seed"]
-FIELDS += ["learner", "actor", "dead", "start"]
+PLACE = ["experiment", "length", "format", "correction"]
+RULES_PLACE = ["experiment", "length", "format", "top_p", "correction"]
+SUCCESSES = ["seed", "learner", "actor", "dead", "start"]
+FIELDS = {
+    "acting_first": PLACE + SUCCESSES,
+    "acting_measured": PLACE + SUCCESSES,
+    "stack_rules_measured": RULES_PLACE + SUCCESSES + ["weight", "sample_size", "silent"],
+}
+
+
+# Training
 
 
 class Job(NamedTuple):
@@ -130,12 +168,12 @@ class Job(NamedTuple):
     seeds: tuple[int, ...]
 
 
-def jobs_of(names: list[str]) -> list[Job]:
+def jobs_of(experiments: dict[str, Experiment]) -> list[Job]:
     """The jobs of experiments, the longest first."""
     jobs = []
-    for name in names:
-        seeds = list(EXPERIMENTS[name].seeds)
-        for length in EXPERIMENTS[name].arms:
+    for name, experiment in experiments.items():
+        seeds = list(experiment.seeds)
+        for length in experiment.arms:
             # A batch that fits into the cache takes half as long
             size = max(1, min(4, 64 // length))
             groups = [tuple(seeds[i : i + size]) for i in range(0, len(seeds), size)]
@@ -143,56 +181,87 @@ def jobs_of(names: list[str]) -> list[Job]:
     return sorted(jobs, key=lambda job: -job.length * len(job.seeds))
 
 
+class FirstRollout(Laboratory):
+    """A laboratory that keeps what its corrections made of the first rollout.
+
+    `weight`       mean weight of the tokens, [arms, seeds]
+    `sample_size`  Kish's effective sample size of the weights, as a share of all tokens
+    """
+
+    def update(self) -> None:
+        super().update()
+        if self.iteration > 1:
+            return
+        shape = (len(self.arms), len(self.seeds))
+        log_ratio = self.rollout_log_ratio.unflatten(1, shape)  # [T, arms, seeds, B]
+        self.weight = torch.empty(shape)
+        self.sample_size = torch.empty(shape)
+        for i, arm in enumerate(self.arms):
+            # The rules of stacks do not depend on the advantage
+            advantage = torch.zeros_like(log_ratio[0, i])
+            weight = mismatch_weight(arm.correction, log_ratio[:, i], advantage)
+            mean = weight.mean((0, 2))
+            self.weight[i] = mean
+            self.sample_size[i] = mean**2 / weight.square().mean((0, 2))
+
+
 def trained(job: Job) -> list[dict]:
     """One row for each arm and seed: successes at the end, the mean of four evaluations."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    experiment = EXPERIMENTS[job.experiment]
+    experiment = {name: x for file in EXPERIMENTS.values() for name, x in file.items()}[
+        job.experiment
+    ]
     setting = experiment.setting._replace(length=job.length)
-    laboratory = Laboratory(setting, experiment.arms[job.length], list(job.seeds))
-    rows = []
-    for arm, seed, numbers in successes(laboratory):
-        row = {"experiment": job.experiment, "length": job.length, "format": arm.format}
-        rows.append(row | {"correction": arm.correction, "seed": seed} | numbers)
-    return rows
-
-
-def successes(laboratory: Laboratory) -> list[tuple[Arm, int, dict]]:
-    """Trains all arms of a laboratory; their successes at the end, by arm and seed."""
+    laboratory = FirstRollout(setting, experiment.arms[job.length], list(job.seeds))
     start = laboratory.learner_success()
-    laboratory.train(laboratory.setting.updates - 20)
+    laboratory.train(setting.updates - 20)
     rewards = []  # of each prompt, [arms, seeds, prompts]
     for _ in range(4):
         laboratory.train(5)
         rewards.append(laboratory.learner_rewards())
     learner = torch.stack(rewards).mean(0)
     actor = laboratory.actor_success()
-    outcomes = []
+    rows = []
     for i, arm in enumerate(laboratory.arms):
         for j, seed in enumerate(laboratory.seeds):
-            numbers = {
+            # Where all sequences of a prompt have the same reward, there is nothing to learn from
+            of_actor = torch.stack([reward[i, j] for reward in laboratory.actor_rewards])
+            silent = ((of_actor == 0) | (of_actor == 1)).float().mean()
+            row = {"experiment": job.experiment, "length": job.length, **arm._asdict()}
+            row |= {
+                "seed": seed,
                 "learner": round(float(learner[i, j].mean()), 4),
                 "actor": round(float(actor[i, j]), 4),
                 "dead": int((learner[i, j] == 0).sum()),
                 "start": round(float(start[i, j]), 4),
+                "weight": f"{laboratory.weight[i, j]:.4g}",
+                "sample_size": f"{laboratory.sample_size[i, j]:.4f}",
+                "silent": f"{silent:.4f}",
             }
-            outcomes.append((arm, seed, numbers))
-    return outcomes
+            rows.append(row)
+    return rows
 
 
-def measure(names: list[str], out: Path, processes: int) -> None:
-    """Trains all jobs of experiments whose rows are not in the file yet, and appends them."""
-    journal = Journal(out, FIELDS)
+def measure(out: Path, processes: int) -> None:
+    """Trains all jobs of a file whose rows are not in it yet, and appends them."""
+    journal = Journal(out, FIELDS[out.stem])
     done = journal.done("experiment", "length", "seed")
     jobs = [
         job
-        for job in jobs_of(names)
+        for job in jobs_of(EXPERIMENTS[out.stem])
         if (job.experiment, str(job.length), str(job.seeds[0])) not in done
     ]
     with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=8) as pool:
         for i, rows in enumerate(pool.imap_unordered(trained, jobs)):
-            journal.add(*rows)
-            print(f"{i + 1}/{len(jobs)}: {rows[0]['experiment']}, {rows[0]['length']} tokens")
+            journal.add(*({name: row[name] for name in journal.columns} for row in rows))
+            place = rows[0]
+            print(f"{i + 1}/{len(jobs)}: {place['experiment']}, {place['length']} tokens")
+
+
+# Losses
+
+Key = tuple[str, int, str, str]  # experiment, length, format (with top-p), correction
 
 
 class Cell(NamedTuple):
@@ -205,45 +274,80 @@ class Cell(NamedTuple):
     actor: float  # mean success of the acting copy
     dead: float  # share of prompts without any success
 
+    def __str__(self) -> str:
+        loss, low, high = map(two_places, self[:3])
+        return f"{loss} [{low}, {high}]"
 
-Key = tuple[str, int, str, str]  # experiment, length, format, correction
+
+def key_of(row: dict) -> Key:
+    """The cell to which a row belongs."""
+    top_p = row.get("top_p", 1)
+    actor = row["format"] if float(top_p) == 1 else f"{row['format']}, top-p {top_p}"
+    return row["experiment"], int(row["length"]), actor, row["correction"]
+
+
+def by_cell(rows: Iterable[dict]) -> dict[Key, dict[str, dict]]:
+    """The rows of each cell, by their seeds."""
+    cells: dict[Key, dict[str, dict]] = {}
+    for row in rows:
+        cells.setdefault(key_of(row), {})[row["seed"]] = row
+    return cells
+
+
+def losses_of(cells: dict[Key, dict[str, dict]], key: Key, seeds: list[str]) -> np.ndarray:
+    """The loss of a cell over some seeds, and after it those of 10,000 resamples of the seeds,
+    which are the same ones for every cell."""
+    picks = np.random.default_rng(0).integers(len(seeds), size=(10_000, len(seeds)))
+    picks = np.vstack((np.arange(len(seeds)), picks))
+    learner, reference = (
+        np.array([float(cells[name][seed]["learner"]) for seed in seeds])
+        for name in (key, (*key[:2], "fp32", "none"))
+    )
+    return 1 - learner[picks].mean(1) / reference[picks].mean(1)
+
+
+def with_interval(losses: np.ndarray) -> tuple[float, float, float]:
+    """A loss, or a difference of losses, with its 95% interval."""
+    low, high = np.percentile(losses[1:], [2.5, 97.5])
+    return float(losses[0]), float(low), float(high)
 
 
 def cells_of(rows: list[dict]) -> dict[Key, Cell]:
     """The cells of measured rows, float32's own included."""
-    columns: dict[Key, dict[str, dict]] = {}
-    for row in rows:
-        key = (row["experiment"], int(row["length"]), row["format"], row["correction"])
-        columns.setdefault(key, {})[row["seed"]] = row
-    prompts = Setting().prompts
+    grouped = by_cell(rows)
     cells = {}
-    for key, by_seed in columns.items():
-        seeds = sorted(by_seed, key=int)
-        reference_rows = columns[(*key[:2], "fp32", "none")]
-        learner = np.array([float(by_seed[seed]["learner"]) for seed in seeds])
-        reference = np.array([float(reference_rows[seed]["learner"]) for seed in seeds])
-        picks = np.random.default_rng(0).integers(len(seeds), size=(10_000, len(seeds)))
-        resampled = 1 - learner[picks].mean(1) / reference[picks].mean(1)
-        low, high = np.percentile(resampled, [2.5, 97.5])
-        cells[key] = Cell(
-            loss=float(1 - learner.mean() / reference.mean()),
-            low=float(low),
-            high=float(high),
-            learner=float(learner.mean()),
-            actor=float(np.mean([float(by_seed[seed]["actor"]) for seed in seeds])),
-            dead=float(np.mean([int(by_seed[seed]["dead"]) for seed in seeds]) / prompts),
-        )
+    for key, by_seed in grouped.items():
+        mean = {
+            name: float(np.mean([float(row[name]) for row in by_seed.values()]))
+            for name in ("learner", "actor", "dead")
+        }
+        loss = with_interval(losses_of(grouped, key, sorted(by_seed, key=int)))
+        cells[key] = Cell(*loss, mean["learner"], mean["actor"], mean["dead"] / Setting().prompts)
     return cells
 
 
-def horizons_of(names: list[str]) -> dict[tuple[str, int, str], tuple[float, float]]:
+def two_places(x: float) -> str:
+    """A number with two places after the point, and 0 without a sign."""
+    return f"{round(x, 2) + 0.0:.2f}"
+
+
+def more_lost(grouped: dict, key: Key, other: Key) -> str:
+    """By how much a cell loses more than another, paired by the seeds that both have."""
+    seeds = sorted(grouped[key].keys() & grouped[other].keys())
+    losses = losses_of(grouped, key, seeds) - losses_of(grouped, other, seeds)
+    return str(Cell(*with_interval(losses), 0, 0, 0))
+
+
+# Foresight
+
+
+def horizons_of(experiments: dict[str, Experiment]) -> dict[tuple, tuple[float, float]]:
     """Effective sample size of a token, and horizon, by experiment, length and format.
 
     Medians over the seeds of one pretrained float32 run.
     """
     result = {}
-    for name in names:
-        experiment = EXPERIMENTS[name]
+    for name, experiment in experiments.items():
         for length, arms in experiment.arms.items():
             setting = experiment.setting._replace(length=length)
             policies, _ = pretrained(setting, WATCHED)
@@ -264,38 +368,36 @@ class Curve:
     def __init__(self, numbers: list[float], losses: list[float]):
         order = np.argsort(numbers)
         self.logs = np.log(np.array(numbers)[order])
-        blocks: list[list[float]] = []  # mean and size of each block of equal predictions
-        for loss in np.array(losses)[order]:
-            blocks.append([loss, 1])
-            while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-                mean, size = blocks.pop()
-                before, size_before = blocks.pop()
-                total = size + size_before
-                blocks.append([(mean * size + before * size_before) / total, total])
-        self.losses = np.concatenate([np.full(int(size), mean) for mean, size in blocks])
+        ordered = np.array(losses)[order]
+        count = len(ordered)
+        # The largest of the smallest means over neighbours, from j up to i and from i on
+        mean = lambda j, k: ordered[j : k + 1].mean()  # noqa: E731
+        self.losses = [
+            max(min(mean(j, k) for k in range(i, count)) for j in range(i + 1))
+            for i in range(count)
+        ]
 
     def __call__(self, number: float) -> float:
         return float(np.interp(math.log(number), self.logs, self.losses))
 
 
-RULES = ("predicted", "format alone", "length alone", "sample size alone")
-PREDICTED = ["experiment", "length", "format", "correction", "sample_size", "horizon", *RULES]
+GUESSES = ("predicted", "format alone", "length alone", "sample size alone")
+PREDICTED = [*PLACE, "sample_size", "horizon", *GUESSES]
 SAME_MANTISSA = {"fp8": "e8m3", "fp16": "e8m7"}  # the nearest format of the first experiment
 
 
 def predict(out: Path) -> None:
     """Writes horizons, and what four rules predict from the first experiment."""
-    first = cells_of(Journal(RESULTS / "acting_first.csv", FIELDS).rows())
-    horizon_table = horizons_of(list(EXPERIMENTS))
+    first = cells_of(rows_of_file("acting_first"))
+    experiments = EXPERIMENTS["acting_first"] | EXPERIMENTS["acting_measured"]
+    horizon_table = horizons_of(experiments)
     rows = []
     for (name, length, form), (size, horizon) in horizon_table.items():
-        for arm in EXPERIMENTS[name].arms[length]:
+        for arm in experiments[name].arms[length]:
             if arm.format != form:
                 continue
-            row = dict.fromkeys(PREDICTED, "")
-            row |= {"experiment": name, "length": length, "format": form}
-            row |= {"correction": arm.correction}
-            row |= {"sample_size": f"{size:.9f}", "horizon": f"{horizon:.4g}"}
+            cells = (name, length, form, arm.correction, f"{size:.9f}", f"{horizon:.4g}")
+            row = dict.fromkeys(PREDICTED, "") | dict(zip(PREDICTED, cells, strict=False))
             if name != "first":
                 known = {
                     key: cell
@@ -303,7 +405,7 @@ def predict(out: Path) -> None:
                     if key[3] == arm.correction and key[2] != "fp32"
                 }
                 values = predictions(known, horizon_table, length, form, size, horizon)
-                row |= {rule: f"{value:.4f}" for rule, value in values.items()}
+                row |= {guess: f"{value:.4f}" for guess, value in values.items()}
             rows.append(row)
     Journal(out, PREDICTED).write(rows)
     with out.open("a") as file:
@@ -346,85 +448,164 @@ def bits_of(form: str) -> int:
     return MANTISSA.get(form) or int(form.removeprefix("e8m"))
 
 
+def ranks_of(values: Iterable[float]) -> np.ndarray:
+    """Ranks of numbers; ties have their mean rank."""
+    x = np.array(values)
+    return (x[:, None] > x).sum(1) + ((x[:, None] == x).sum(1) - 1) / 2
+
+
 def spearman(x: list[float], y: list[float]) -> float:
-    """Rank correlation; ties have their mean rank."""
-    ranks = []
-    for values in (np.array(x), np.array(y)):
-        smaller = (values[:, None] > values).sum(1)
-        equal = (values[:, None] == values).sum(1)
-        ranks.append(smaller + (equal - 1) / 2)
-    if min(np.ptp(rank) for rank in ranks) == 0:
-        return math.nan
-    return float(np.corrcoef(ranks)[0, 1])
+    """Rank correlation, NaN if all numbers are equal."""
+    ranks = ranks_of(x), ranks_of(y)
+    return math.nan if min(map(np.ptp, ranks)) == 0 else float(np.corrcoef(ranks)[0, 1])
 
 
-def two_places(x: float) -> str:
-    """A number with two places after the point, and 0 without a sign."""
-    return f"{round(x, 2) + 0.0:.2f}"
+def foresight_row(
+    name: str, cells: list[Cell], guesses: Iterable[list[float]]
+) -> tuple[list, np.ndarray]:
+    """A group's name, size, range of losses, and the mean error of each guess; and the losses."""
+    losses = np.array([cell.loss for cell in cells])
+    errors = [f"{np.abs(np.array(guess) - losses).mean():.3f}" for guess in guesses]
+    spread = f"{two_places(losses.min())} to {two_places(losses.max())}"
+    return [name, len(cells), spread, *errors], losses
 
 
-def loss_table(name: str, cells: dict[Key, Cell], horizon_of: dict) -> str:
-    """The losses of an experiment, a line for each format and length."""
-    own = {key: cell for key, cell in cells.items() if key[0] == name and key[2] != "fp32"}
-    corrections = [x for x in LABELS if x in {key[3] for key in own}]
-    rows = []
-    places = dict.fromkeys(key[1:3] for key in own)
-    for length, form in sorted(places, key=lambda place: (bits_of(place[1]), place)):
-        row = [f"{form}, {length}", f"{length / horizon_of[name, length, form]:.2g}"]
-        for correction in corrections:
-            cell = own.get((name, length, form, correction))
-            loss, low, high = (two_places(x) for x in cell[:3]) if cell else ("", "", "")
-            row.append(f"{loss} [{low}, {high}]" if cell else "")
-        rows.append(row)
-    return table_of(("format, T", "T / H", *(LABELS[x] for x in corrections)), rows)
-
-
-def success_table(cells: dict[Key, Cell]) -> str:
-    """Successes of learner and actor, and dead prompts, by experiment and length."""
-    rows = []
-    for (name, length, form, correction), cell in cells.items():
-        if correction not in ("none", "clip", "sequence_weights", "one_precision"):
-            continue
-        if form not in ("fp32", "e8m1", "e8m2", "fp8") or length not in (32, 128):
-            continue
-        numbers = f"{cell.learner:.2f}", f"{cell.actor:.2f}", f"{cell.dead:.0%}"
-        rows.append([f"{name}, {length}", form, LABELS[correction], *numbers])
-    columns = ("experiment, T", "format", "correction", "learner", "actor", "dead prompts")
-    return table_of(columns, rows)
-
-
-def foresight_table(cells: dict[Key, Cell], predicted: list[dict]) -> str:
+def acting_foresight(cells: dict[Key, Cell], predicted: list[dict]) -> str:
     """How far each rule's predictions are off, and how well each number orders the losses."""
     columns = ("experiment, correction", "cells", "losses", "mean error: T / H", "format alone")
     columns += ("T alone", "sample size alone", "nothing is lost", "Spearman: T / H", "bits", "T")
     groups: dict[tuple, list[dict]] = {}
     for row in predicted:
-        if row["experiment"] != "first" and row["predicted"]:
+        if row["predicted"]:
             groups.setdefault((row["experiment"], row["correction"]), []).append(row)
     table = []
     for (name, correction), rows in groups.items():
-        losses = np.array(
-            [cells[name, int(row["length"]), row["format"], correction].loss for row in rows]
-        )
-        said = [[float(row[rule]) for row in rows] for rule in RULES] + [np.zeros(len(rows))]
-        errors = [float(np.mean(np.abs(x - losses))) for x in said]
+        guesses = [[float(row[guess]) for row in rows] for guess in GUESSES] + [[0.0] * len(rows)]
+        own = [cells[key_of(row)] for row in rows]
+        line, losses = foresight_row(f"{name}, {LABELS[correction]}", own, guesses)
         numbers = [
             [int(row["length"]) / float(row["horizon"]) for row in rows],
             [-bits_of(row["format"]) for row in rows],
             [int(row["length"]) for row in rows],
             [1 - float(row["sample_size"]) for row in rows],
         ]
-        orders = [spearman(number, losses) for number in numbers]
-        table.append(
-            [
-                f"{name}, {LABELS[correction]}",
-                len(rows),
-                f"{two_places(min(losses))} to {two_places(max(losses))}",
-                *(f"{x:.3f}" for x in errors),
-                *(f"{x:.2f}" for x in orders),
-            ]
-        )
+        table.append([*line, *(f"{spearman(number, losses):.2f}" for number in numbers)])
     return table_of((*columns, "sample size"), table)
+
+
+def rules_foresight(cells: dict[Key, Cell], rows: list[dict], predicted: list[dict]) -> str:
+    """How far the predictions are off, by rule, beside two guesses.
+
+    One guess is that nothing is lost. The other is that nothing is learned: that the learner ends
+    with the success with which it began.
+    """
+    starts: dict[tuple, list[float]] = {}
+    for row in rows:
+        starts.setdefault(key_of(row)[:2], []).append(float(row["start"]))
+    standstill = {
+        place: 1 - float(np.mean(values)) / cells[(*place, "fp32", "none")].learner
+        for place, values in starts.items()
+    }
+    groups: dict[str, list[Key]] = {}
+    said = {key_of(row): float(row["predicted"]) for row in predicted}
+    for key in said:
+        groups.setdefault(f"top-p {TOP_P}" if "top-p" in key[2] else RULES[key[3]], []).append(key)
+    groups["all"] = list(said)
+    table = []
+    for name, keys in groups.items():
+        own = [cells[key] for key in keys]
+        guesses = [said[key] for key in keys], [0.0] * len(keys), [standstill[k[:2]] for k in keys]
+        inside = sum(cells[key].low <= said[key] <= cells[key].high for key in keys)
+        line, _ = foresight_row(name, own, guesses)
+        table.append([*line, f"{inside} of {len(keys)}"])
+    columns = ("rule", "cells", "losses", "mean error: predicted", "nothing is lost")
+    columns += ("nothing is learned", "predicted within the interval")
+    return table_of(columns, table)
+
+
+# Tables
+
+
+def rows_of_file(name: str) -> list[dict]:
+    """The rows of a measured file."""
+    return Journal(RESULTS / f"{name}.csv", FIELDS[name]).rows()
+
+
+def acting_table(out: Path) -> None:
+    """Writes the losses of *acting*, those of sequences of 32 tokens alone, and the figure."""
+    cells = cells_of(rows_of_file("acting_first") + rows_of_file("acting_measured"))
+    predicted = Journal(RESULTS / "acting_predicted.csv", PREDICTED).rows()
+    horizon_of = {key_of(row)[:3]: float(row["horizon"]) for row in predicted}
+    parts = ["## How well the losses were foreseen", acting_foresight(cells, predicted)]
+    for name, experiment in (EXPERIMENTS["acting_first"] | EXPERIMENTS["acting_measured"]).items():
+        setting = experiment.setting
+        parts += [
+            f"## {name}: {setting.network} network, {setting.right_tokens} of "
+            f"{setting.vocabulary} tokens right, learning rate {setting.learning_rate:g}, "
+            f"{setting.updates_per_rollout} update{'s' * (setting.updates_per_rollout > 1)} "
+            "a rollout",
+            f"Seeds {experiment.seeds[0]} to {experiment.seeds[-1]}. Losses with 95% bootstrap "
+            "intervals.",
+            acting_losses(name, cells, horizon_of),
+        ]
+    parts += ["## Learner, actor, and prompts without any success", success_table(cells)]
+    parts.append(f"`python benchmarks/acting.py table {out}` on {origin()}.")
+    whole = "\n\n".join(parts) + "\n"
+    out.write_text(whole)
+    out.with_stem(f"{out.stem}_short").write_text(short(whole))
+    draw(cells, horizon_of, out.with_suffix(".png"))
+
+
+def acting_losses(name: str, cells: dict[Key, Cell], horizon_of: dict) -> str:
+    """The losses of an experiment, a line for each format and length."""
+    own = {key for key in cells if key[0] == name and key[2] != "fp32"}
+    corrections = [x for x in LABELS if x in {key[3] for key in own}]
+    places = sorted({key[1:3] for key in own}, key=lambda place: (bits_of(place[1]), place))
+    rows = [
+        [
+            f"{form}, {length}",
+            f"{length / horizon_of[name, length, form]:.2g}",
+            *(cells.get((name, length, form, correction), "") for correction in corrections),
+        ]
+        for length, form in places
+    ]
+    return table_of(("format, T", "T / H", *(LABELS[x] for x in corrections)), rows)
+
+
+def success_table(cells: dict[Key, Cell]) -> str:
+    """Successes of learner and actor, and dead prompts, by experiment and length."""
+    corrections = ("none", "clip", "sequence_weights", "one_precision")
+    formats = ("fp32", "e8m1", "e8m2", "fp8")
+    rows = [
+        [
+            f"{name}, {length}",
+            form,
+            LABELS[correction],
+            f"{cell.learner:.2f}",
+            f"{cell.actor:.2f}",
+            f"{cell.dead:.0%}",
+        ]
+        for (name, length, form, correction), cell in cells.items()
+        if correction in corrections and form in formats and length in (32, 128)
+    ]
+    columns = ("experiment, T", "format", "correction", "learner", "actor", "dead prompts")
+    return table_of(columns, rows)
+
+
+SHORT = {"first": "recurrent", "other formats": "recurrent", "attention": "attention"}
+
+
+def short(whole: str) -> str:
+    """The losses of both networks with sequences of 32 tokens, without their intervals."""
+    rows = []
+    for name, network in SHORT.items():
+        for row in rows_of(whole.split(f"\n## {name}: ")[1]):
+            form, length = row.pop("format, T").split(", ")
+            if length == "32":
+                losses = [row.get(LABELS[x], "").split(" [")[0] for x in ALL]
+                rows.append([network, form, f"{float(row['T / H']):g}", *losses])
+    table = table_of(("network", "format", "T / H", *(LABELS[x] for x in ALL)), rows)
+    return f"{table}\n\n{last_line(whole)}\n"
 
 
 MARKERS = {
@@ -434,11 +615,11 @@ MARKERS = {
     "entropic task": ("^", "the same, half of all tokens are right"),
     "attention": ("D", "attention, 1 to 5 bits, and fp8"),
 }
-EXAMPLE = ("attention", 32, "fp8")  # whose losses README.md names
-WORST_REPAIRED = ("two updates", 128, "e8m1")  # where token TIS loses the most
-NAMED_POINTS = {  # text, its position in horizons, and how far above the point it stands
-    EXAMPLE: ("attention, FP8, 32 tokens", 1.5e-3, 0.1),
-    WORST_REPAIRED: ("two updates a rollout", 0.2, 0.27),
+NAMED_POINTS = {  # text, its position in horizons, how far above the point it stands, not in
+    # The losses that README.md names
+    ("attention", 32, "fp8"): ("attention, FP8, 32 tokens", 1.5e-3, 0.1, ""),
+    # Where token TIS loses the most
+    ("two updates", 128, "e8m1"): ("two updates a rollout", 0.2, 0.27, "clip"),
 }
 PANELS = {
     "clip": "PPO's clip by π/μ",
@@ -456,40 +637,29 @@ def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
     for ax, (correction, title) in zip(axes, PANELS.items(), strict=True):
         for (name, (marker, label)), style in zip(MARKERS.items(), figures.STYLES, strict=False):
             points = [
-                (key[1] / horizon_of[key[:3]], cell.loss, (*key[:3], "token_weights") in cells)
+                (key[1] / horizon_of[key[:3]], cell.loss, (*key[:3], BEST) in cells)
                 for key, cell in cells.items()
                 if key[0] == name and key[3] == correction and key[2] != "fp32"
             ]
-            if not points:
-                continue
-            over, loss, in_all_panels = np.array(sorted(points)).T
             color = style["color"]
-            for is_full, fill in ((1, color), (0, "none")):
-                chosen = in_all_panels == is_full
-                ax.plot(
-                    over[chosen],
-                    loss[chosen],
-                    marker,
-                    color=color,
-                    markerfacecolor=fill,
-                    label=label if is_full else None,
-                    alpha=0.8,
-                )
+            for x, loss, is_full in points:
+                fill = color if is_full else "none"
+                ax.plot(x, loss, marker, color=color, markerfacecolor=fill, alpha=0.8)
+            ax.plot([], [], marker, color=color, label=label, alpha=0.8)
             if name == "first":
-                grid = np.geomspace(over.min(), over.max(), 200)
-                curve = Curve(list(over), list(loss))
-                ax.plot(grid, [curve(x) for x in grid], color=color, linewidth=1)
-        for place, (text, x, rise) in NAMED_POINTS.items():
+                over, losses, _ = zip(*points, strict=True)
+                grid = np.geomspace(min(over), max(over), 200)
+                ax.plot(grid, list(map(Curve(over, losses), grid)), color=color, linewidth=1)
+        for place, (text, x, rise, not_in) in NAMED_POINTS.items():
             cell = cells.get((*place, correction))
-            if not cell or (correction, place) == ("clip", WORST_REPAIRED):
-                continue
-            ax.annotate(
-                f"{text}:\n{cell.loss:.2f} [{two_places(cell.low)}, {two_places(cell.high)}]",
-                (place[1] / horizon_of[place], cell.loss),
-                (x, cell.loss + rise),
-                fontsize=8,
-                arrowprops={"arrowstyle": "-", "color": "#888888"},
-            )
+            if cell and correction != not_in:
+                ax.annotate(
+                    f"{text}:\n{cell}",
+                    (place[1] / horizon_of[place], cell.loss),
+                    (x, cell.loss + rise),
+                    fontsize=8,
+                    arrowprops={"arrowstyle": "-", "color": "#888888"},
+                )
         ax.axhline(0, color="#888888", linewidth=0.8, zorder=0)
         ax.set(xscale="log", xlim=(1e-3, 1e3), title=title)
         ax.set_xlabel("length of a sequence, in horizons")
@@ -504,104 +674,107 @@ def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
     plt.close(fig)
 
 
-HALVES = {
-    "none": ("no clip", "#000000"),
-    "clip_positive": ("clip only where A > 0", "#56B4E9"),
-    "clip_negative": ("clip only where A < 0", "#E69F00"),
-    "clip": ("both halves: PPO's clip", "#D55E00"),
-}
-HALVES_FORMAT = "e8m1"
-
-
-def draw_halves(cells: dict[Key, Cell], out: Path) -> None:
-    """What each half of PPO's clip by pi / mu loses alone, in the first experiment."""
-    lengths = sorted(
-        key[1] for key in cells if key[0] == "first" and key[2:] == (HALVES_FORMAT, "clip_negative")
+def rules_table(out: Path) -> None:
+    """Writes all tables of *stack_rules*, and the losses alone for the page."""
+    rows = rows_of_file("stack_rules_measured")
+    grouped = by_cell(rows)
+    cells = cells_of(rows)
+    predicted = Journal(
+        RESULTS / "stack_rules_predicted.csv", [*RULES_PLACE, "predicted", "why"]
+    ).rows()
+    experiments = list(EXPERIMENTS["stack_rules_measured"])
+    places = sorted(
+        dict.fromkeys(key[:3] for key in cells if key[2] != "fp32"),
+        key=lambda x: (experiments.index(x[0]), x[1], "top-p" in x[2], x[2].startswith("e8m2")),
     )
-    fig, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")
-    width = 0.2
-    for i, (correction, (label, color)) in enumerate(HALVES.items()):
-        own = [cells["first", length, HALVES_FORMAT, correction] for length in lengths]
-        x = np.arange(len(lengths)) + (i - 1.5) * width
-        loss = np.array([cell.loss for cell in own])
-        interval = [loss - [cell.low for cell in own], [cell.high for cell in own] - loss]
-        ax.bar(x, loss, 0.9 * width, color=color, label=label)
-        ax.errorbar(x, loss, np.clip(interval, 0, None), fmt="none", ecolor="#444444", capsize=2)
-    ax.axhline(0, color="#888888", linewidth=0.8)
-    ax.set_xticks(range(len(lengths)), [f"{length} tokens" for length in lengths])
-    ax.set_xlabel("length of a sequence; the rollout policy μ has one bit of mantissa")
-    ax.set_ylabel("share of right sequences lost")
-    ax.legend(loc="upper left", frameon=False)
-    ax.set_title("PPO's clip by π/μ does harm where the advantage A is negative")
-    fig.savefig(out, dpi=110)
-    plt.close(fig)
-
-
-def table(out: Path) -> None:
-    """Writes the table and the figure."""
-    files = (RESULTS / f"acting_{name}.csv" for name in ("first", "measured"))
-    cells = cells_of([row for file in files for row in Journal(file, FIELDS).rows()])
-    predicted = Journal(RESULTS / "acting_predicted.csv", PREDICTED).rows()
-    horizon_of = {
-        (row["experiment"], int(row["length"]), row["format"]): float(row["horizon"])
-        for row in predicted
-    }
-    parts = ["## How well the losses were foreseen", foresight_table(cells, predicted)]
-    for name, experiment in EXPERIMENTS.items():
-        seeds = experiment.seeds
-        parts.append(f"## {name}: {describe(experiment.setting)}")
-        parts.append(f"Seeds {seeds[0]} to {seeds[-1]}. Losses with 95% bootstrap intervals.")
-        parts.append(loss_table(name, cells, horizon_of))
-    parts += ["## Learner, actor, and prompts without any success", success_table(cells)]
-    parts.append(f"`python benchmarks/acting.py table {out}` on {origin()}.")
-    whole = "\n\n".join(parts) + "\n"
-    out.write_text(whole)
-    out.with_stem(f"{out.stem}_short").write_text(short(whole))
-    draw(cells, horizon_of, out.with_suffix(".png"))
-    draw_halves(cells, out.with_stem(f"{out.stem}_halves").with_suffix(".png"))
-
-
-SHORT = {"first": "recurrent", "other formats": "recurrent", "attention": "attention"}
-
-
-def short(whole: str) -> str:
-    """The losses of both networks with sequences of 32 tokens, without their intervals."""
-    rows = []
-    for name, network in SHORT.items():
-        for row in rows_of(whole.split(f"\n## {name}: ")[1]):
-            form, length = row.pop("format, T").split(", ")
-            horizons = f"{float(row.pop('T / H')):g}"
-            if length != "32":
-                continue
-            losses = [row.get(LABELS[x], "").split(" [")[0] for x in ALL]
-            rows.append([network, form, horizons, *losses])
-    table = table_of(("network", "format", "T / H", *(LABELS[x] for x in ALL)), rows)
-    return f"{table}\n\n{last_line(whole)}\n"
-
-
-def describe(setting: Setting) -> str:
-    return (
-        f"{setting.network} network, {setting.right_tokens} of {setting.vocabulary} tokens right, "
-        f"learning rate {setting.learning_rate:g}, {setting.updates_per_rollout} update"
-        f"{'s' * (setting.updates_per_rollout > 1)} a rollout"
+    head = ("network, right tokens", "T", "who acts")
+    losses = table_of(
+        (*head, *RULES.values()),
+        [[*place, *(cells.get((*place, rule), "") for rule in RULES)] for place in places],
     )
+    others = [rule for rule in RULES if rule != BEST]
+    differences = [
+        [
+            *place,
+            *(
+                more_lost(grouped, (*place, rule), (*place, BEST))
+                if (*place, rule) in cells
+                else ""
+                for rule in others
+            ),
+        ]
+        for place in places
+        if "top-p" not in place[2]
+    ]
+    made_by = f"`python benchmarks/acting.py table {out}` on {origin()}."
+    parts = [
+        "## Losses",
+        losses,
+        f"## How much more is lost than with {RULES[BEST]}, seed by seed",
+        table_of((*head, *(RULES[rule] for rule in others)), differences),
+        "## One minibatch and four",
+        minibatch_table(grouped),
+        f"## Float32 with and without top-p {TOP_P}",
+        rollout_table(cells, grouped),
+        "## How well the losses were foreseen",
+        rules_foresight(cells, rows, predicted),
+        made_by,
+    ]
+    out.write_text("\n\n".join(parts) + "\n")
+    out.with_stem(f"{out.stem}_short").write_text(f"{losses}\n\n{made_by}\n")
+
+
+def minibatch_table(grouped: dict[Key, dict[str, dict]]) -> str:
+    """Losses with one and with four minibatches a rollout, on the seeds that have both."""
+    table = []
+    for key in grouped:
+        four = (f"{key[0]}, 4 minibatches", *key[1:])
+        if four in grouped and key[2] != "fp32":
+            seeds = sorted(grouped[four])
+            losses = [two_places(losses_of(grouped, x, seeds)[0]) for x in (key, four)]
+            table.append([key[0], key[2], RULES[key[3]], *losses, more_lost(grouped, four, key)])
+    columns = ("network, right tokens", "who acts", "rule", "one", "four", "more is lost by")
+    return table_of(columns, table)
+
+
+def rollout_table(cells: dict[Key, Cell], grouped: dict[Key, dict[str, dict]]) -> str:
+    """What top-p makes of rollouts and weights, beside the same in float32 from all tokens."""
+    with_top_p = {key[:2] for key in grouped if "top-p" in key[2]}
+    places = [key for key in grouped if key[2].startswith("fp32") and key[:2] in with_top_p]
+    order = [
+        (name, length)
+        for name, x in EXPERIMENTS["stack_rules_measured"].items()
+        for length in x.arms
+    ]
+    table = []
+    for key in sorted(places, key=lambda key: order.index(key[:2])):
+        weight, sample_size, silent, start = (
+            np.mean([float(row[name]) for row in grouped[key].values()])
+            for name in ("weight", "sample_size", "silent", "start")
+        )
+        learner, actor = cells[key].learner, cells[key].actor
+        numbers = [f"{weight:.2f}", f"{sample_size:.2f}", f"{silent:.0%}"]
+        numbers += [f"{success:.2f}" for success in (start, learner, actor)]
+        table.append([f"{key[0]}, {key[1]}", key[2], RULES[key[3]], *numbers])
+    columns = ("network, right tokens, T", "who acts", "rule", "mean weight", "sample size")
+    columns += ("silent prompts", "learner before", "learner after", "actor after")
+    return table_of(columns, table)
 
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=("first", "predict", "measure", "table"))
+    parser.add_argument("command", choices=("measure", "predict", "table"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--processes", type=int, default=2)
-    arguments = parser.parse_args(words)
-    if arguments.command == "first":
-        measure(["first"], arguments.out, arguments.processes)
-    elif arguments.command == "predict":
-        predict(arguments.out)
-    elif arguments.command == "measure":
-        others = [name for name in EXPERIMENTS if name != "first"]
-        measure(others, arguments.out, arguments.processes)
+    options = parser.parse_args(words)
+    if options.command == "measure":
+        measure(options.out, options.processes)
+    elif options.command == "predict":
+        predict(options.out)
+    elif options.out.stem == "acting":
+        acting_table(options.out)
     else:
-        table(arguments.out)
+        rules_table(options.out)
 
 
 if __name__ == "__main__":
