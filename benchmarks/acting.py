@@ -15,7 +15,8 @@ and other formats.
 *stack_rules* asks what the rules cost that stacks for language models apply. Some of its arms
 sample by top-p in the copy that acts. As in vLLM, its log-probabilities are then those among the
 tokens that were kept, and the learner's are those among all tokens. What was expected is in
-results/stack_rules_predicted.csv, with a reason each.
+results/stack_rules_predicted.csv, with a reason each, and how far it held in
+results/stack_rules_foreseen.md.
 
     python benchmarks/acting.py measure benchmarks/results/acting_first.csv
     python benchmarks/acting.py predict benchmarks/results/acting_predicted.csv
@@ -42,7 +43,6 @@ from files import Journal, last_line, rows_of, table_of
 
 from fp8rl.cli.throughput import origin
 from fp8rl.machine.hardware import keep_freed_memory
-from fp8rl.sequences.corrections import mismatch_weight
 from fp8rl.sequences.laboratory import Arm, Laboratory, Setting, horizons, pretrained
 from fp8rl.study import figures
 
@@ -153,7 +153,7 @@ SUCCESSES = ["seed", "learner", "actor", "dead", "start"]
 FIELDS = {
     "acting_first": PLACE + SUCCESSES,
     "acting_measured": PLACE + SUCCESSES,
-    "stack_rules_measured": RULES_PLACE + SUCCESSES + ["weight", "sample_size", "silent"],
+    "stack_rules_measured": RULES_PLACE + SUCCESSES,
 }
 
 
@@ -181,30 +181,6 @@ def jobs_of(experiments: dict[str, Experiment]) -> list[Job]:
     return sorted(jobs, key=lambda job: -job.length * len(job.seeds))
 
 
-class FirstRollout(Laboratory):
-    """A laboratory that keeps what its corrections made of the first rollout.
-
-    `weight`       mean weight of the tokens, [arms, seeds]
-    `sample_size`  Kish's effective sample size of the weights, as a share of all tokens
-    """
-
-    def update(self) -> None:
-        super().update()
-        if self.iteration > 1:
-            return
-        shape = (len(self.arms), len(self.seeds))
-        log_ratio = self.rollout_log_ratio.unflatten(1, shape)  # [T, arms, seeds, B]
-        self.weight = torch.empty(shape)
-        self.sample_size = torch.empty(shape)
-        for i, arm in enumerate(self.arms):
-            # The rules of stacks do not depend on the advantage
-            advantage = torch.zeros_like(log_ratio[0, i])
-            weight = mismatch_weight(arm.correction, log_ratio[:, i], advantage)
-            mean = weight.mean((0, 2))
-            self.weight[i] = mean
-            self.sample_size[i] = mean**2 / weight.square().mean((0, 2))
-
-
 def trained(job: Job) -> list[dict]:
     """One row for each arm and seed: successes at the end, the mean of four evaluations."""
     torch.set_num_threads(1)
@@ -213,7 +189,7 @@ def trained(job: Job) -> list[dict]:
         job.experiment
     ]
     setting = experiment.setting._replace(length=job.length)
-    laboratory = FirstRollout(setting, experiment.arms[job.length], list(job.seeds))
+    laboratory = Laboratory(setting, experiment.arms[job.length], list(job.seeds))
     start = laboratory.learner_success()
     laboratory.train(setting.updates - 20)
     rewards = []  # of each prompt, [arms, seeds, prompts]
@@ -225,9 +201,6 @@ def trained(job: Job) -> list[dict]:
     rows = []
     for i, arm in enumerate(laboratory.arms):
         for j, seed in enumerate(laboratory.seeds):
-            # Where all sequences of a prompt have the same reward, there is nothing to learn from
-            of_actor = torch.stack([reward[i, j] for reward in laboratory.actor_rewards])
-            silent = ((of_actor == 0) | (of_actor == 1)).float().mean()
             row = {"experiment": job.experiment, "length": job.length, **arm._asdict()}
             row |= {
                 "seed": seed,
@@ -235,9 +208,6 @@ def trained(job: Job) -> list[dict]:
                 "actor": round(float(actor[i, j]), 4),
                 "dead": int((learner[i, j] == 0).sum()),
                 "start": round(float(start[i, j]), 4),
-                "weight": f"{laboratory.weight[i, j]:.4g}",
-                "sample_size": f"{laboratory.sample_size[i, j]:.4f}",
-                "silent": f"{silent:.4f}",
             }
             rows.append(row)
     return rows
@@ -460,16 +430,6 @@ def spearman(x: list[float], y: list[float]) -> float:
     return math.nan if min(map(np.ptp, ranks)) == 0 else float(np.corrcoef(ranks)[0, 1])
 
 
-def foresight_row(
-    name: str, cells: list[Cell], guesses: Iterable[list[float]]
-) -> tuple[list, np.ndarray]:
-    """A group's name, size, range of losses, and the mean error of each guess; and the losses."""
-    losses = np.array([cell.loss for cell in cells])
-    errors = [f"{np.abs(np.array(guess) - losses).mean():.3f}" for guess in guesses]
-    spread = f"{two_places(losses.min())} to {two_places(losses.max())}"
-    return [name, len(cells), spread, *errors], losses
-
-
 def acting_foresight(cells: dict[Key, Cell], predicted: list[dict]) -> str:
     """How far each rule's predictions are off, and how well each number orders the losses."""
     columns = ("experiment, correction", "cells", "losses", "mean error: T / H", "format alone")
@@ -481,46 +441,23 @@ def acting_foresight(cells: dict[Key, Cell], predicted: list[dict]) -> str:
     table = []
     for (name, correction), rows in groups.items():
         guesses = [[float(row[guess]) for row in rows] for guess in GUESSES] + [[0.0] * len(rows)]
-        own = [cells[key_of(row)] for row in rows]
-        line, losses = foresight_row(f"{name}, {LABELS[correction]}", own, guesses)
+        losses = np.array([cells[key_of(row)].loss for row in rows])
         numbers = [
             [int(row["length"]) / float(row["horizon"]) for row in rows],
             [-bits_of(row["format"]) for row in rows],
             [int(row["length"]) for row in rows],
             [1 - float(row["sample_size"]) for row in rows],
         ]
-        table.append([*line, *(f"{spearman(number, losses):.2f}" for number in numbers)])
+        table.append(
+            [
+                f"{name}, {LABELS[correction]}",
+                len(rows),
+                f"{two_places(losses.min())} to {two_places(losses.max())}",
+                *(f"{np.abs(np.array(guess) - losses).mean():.3f}" for guess in guesses),
+                *(f"{spearman(number, losses):.2f}" for number in numbers),
+            ]
+        )
     return table_of((*columns, "sample size"), table)
-
-
-def rules_foresight(cells: dict[Key, Cell], rows: list[dict], predicted: list[dict]) -> str:
-    """How far the predictions are off, by rule, beside two guesses.
-
-    One guess is that nothing is lost. The other is that nothing is learned: that the learner ends
-    with the success with which it began.
-    """
-    starts: dict[tuple, list[float]] = {}
-    for row in rows:
-        starts.setdefault(key_of(row)[:2], []).append(float(row["start"]))
-    standstill = {
-        place: 1 - float(np.mean(values)) / cells[(*place, "fp32", "none")].learner
-        for place, values in starts.items()
-    }
-    groups: dict[str, list[Key]] = {}
-    said = {key_of(row): float(row["predicted"]) for row in predicted}
-    for key in said:
-        groups.setdefault(f"top-p {TOP_P}" if "top-p" in key[2] else RULES[key[3]], []).append(key)
-    groups["all"] = list(said)
-    table = []
-    for name, keys in groups.items():
-        own = [cells[key] for key in keys]
-        guesses = [said[key] for key in keys], [0.0] * len(keys), [standstill[k[:2]] for k in keys]
-        inside = sum(cells[key].low <= said[key] <= cells[key].high for key in keys)
-        line, _ = foresight_row(name, own, guesses)
-        table.append([*line, f"{inside} of {len(keys)}"])
-    columns = ("rule", "cells", "losses", "mean error: predicted", "nothing is lost")
-    columns += ("nothing is learned", "predicted within the interval")
-    return table_of(columns, table)
 
 
 # Tables
@@ -532,7 +469,7 @@ def rows_of_file(name: str) -> list[dict]:
 
 
 def acting_table(out: Path) -> None:
-    """Writes the losses of *acting*, those of sequences of 32 tokens alone, and the figure."""
+    """Writes the losses of *acting*, those of sequences of 32 tokens alone, and the figures."""
     cells = cells_of(rows_of_file("acting_first") + rows_of_file("acting_measured"))
     predicted = Journal(RESULTS / "acting_predicted.csv", PREDICTED).rows()
     horizon_of = {key_of(row)[:3]: float(row["horizon"]) for row in predicted}
@@ -554,6 +491,7 @@ def acting_table(out: Path) -> None:
     out.write_text(whole)
     out.with_stem(f"{out.stem}_short").write_text(short(whole))
     draw(cells, horizon_of, out.with_suffix(".png"))
+    draw_halves(cells, out.with_stem(f"{out.stem}_halves").with_suffix(".png"))
 
 
 def acting_losses(name: str, cells: dict[Key, Cell], horizon_of: dict) -> str:
@@ -674,14 +612,43 @@ def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
     plt.close(fig)
 
 
+HALVES = {
+    "none": ("no clip", "#000000"),
+    "clip_positive": ("clip only where A > 0", "#56B4E9"),
+    "clip_negative": ("clip only where A < 0", "#E69F00"),
+    "clip": ("both halves: PPO's clip", "#D55E00"),
+}
+HALVES_FORMAT = "e8m1"
+
+
+def draw_halves(cells: dict[Key, Cell], out: Path) -> None:
+    """What each half of PPO's clip by pi / mu loses alone, in the first experiment."""
+    lengths = sorted(
+        key[1] for key in cells if key[0] == "first" and key[2:] == (HALVES_FORMAT, "clip_negative")
+    )
+    fig, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    for i, (correction, (label, color)) in enumerate(HALVES.items()):
+        own = [cells["first", length, HALVES_FORMAT, correction] for length in lengths]
+        x = np.arange(len(lengths)) + (i - 1.5) * 0.2
+        loss = np.array([cell.loss for cell in own])
+        interval = [loss - [cell.low for cell in own], [cell.high for cell in own] - loss]
+        ax.bar(x, loss, 0.18, color=color, label=label)
+        ax.errorbar(x, loss, np.clip(interval, 0, None), fmt="none", ecolor="#444444", capsize=2)
+    ax.axhline(0, color="#888888", linewidth=0.8)
+    ax.set_xticks(range(len(lengths)), [f"{length} tokens" for length in lengths])
+    ax.set_xlabel("length of a sequence; the rollout policy μ has one bit of mantissa")
+    ax.set_ylabel("share of right sequences lost")
+    ax.legend(loc="upper left", frameon=False)
+    ax.set_title("PPO's clip by π/μ does harm where the advantage A is negative")
+    fig.savefig(out, dpi=110)
+    plt.close(fig)
+
+
 def rules_table(out: Path) -> None:
-    """Writes all tables of *stack_rules*, and the losses alone for the page."""
+    """Writes the tables of *stack_rules*, and the losses alone for the page."""
     rows = rows_of_file("stack_rules_measured")
     grouped = by_cell(rows)
     cells = cells_of(rows)
-    predicted = Journal(
-        RESULTS / "stack_rules_predicted.csv", [*RULES_PLACE, "predicted", "why"]
-    ).rows()
     experiments = list(EXPERIMENTS["stack_rules_measured"])
     places = sorted(
         dict.fromkeys(key[:3] for key in cells if key[2] != "fp32"),
@@ -714,10 +681,6 @@ def rules_table(out: Path) -> None:
         table_of((*head, *(RULES[rule] for rule in others)), differences),
         "## One minibatch and four",
         minibatch_table(grouped),
-        f"## Float32 with and without top-p {TOP_P}",
-        rollout_table(cells, grouped),
-        "## How well the losses were foreseen",
-        rules_foresight(cells, rows, predicted),
         made_by,
     ]
     out.write_text("\n\n".join(parts) + "\n")
@@ -734,30 +697,6 @@ def minibatch_table(grouped: dict[Key, dict[str, dict]]) -> str:
             losses = [two_places(losses_of(grouped, x, seeds)[0]) for x in (key, four)]
             table.append([key[0], key[2], RULES[key[3]], *losses, more_lost(grouped, four, key)])
     columns = ("network, right tokens", "who acts", "rule", "one", "four", "more is lost by")
-    return table_of(columns, table)
-
-
-def rollout_table(cells: dict[Key, Cell], grouped: dict[Key, dict[str, dict]]) -> str:
-    """What top-p makes of rollouts and weights, beside the same in float32 from all tokens."""
-    with_top_p = {key[:2] for key in grouped if "top-p" in key[2]}
-    places = [key for key in grouped if key[2].startswith("fp32") and key[:2] in with_top_p]
-    order = [
-        (name, length)
-        for name, x in EXPERIMENTS["stack_rules_measured"].items()
-        for length in x.arms
-    ]
-    table = []
-    for key in sorted(places, key=lambda key: order.index(key[:2])):
-        weight, sample_size, silent, start = (
-            np.mean([float(row[name]) for row in grouped[key].values()])
-            for name in ("weight", "sample_size", "silent", "start")
-        )
-        learner, actor = cells[key].learner, cells[key].actor
-        numbers = [f"{weight:.2f}", f"{sample_size:.2f}", f"{silent:.0%}"]
-        numbers += [f"{success:.2f}" for success in (start, learner, actor)]
-        table.append([f"{key[0]}, {key[1]}", key[2], RULES[key[3]], *numbers])
-    columns = ("network, right tokens, T", "who acts", "rule", "mean weight", "sample size")
-    columns += ("silent prompts", "learner before", "learner after", "actor after")
     return table_of(columns, table)
 
 
