@@ -584,7 +584,7 @@ def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
                 fill = color if is_full else "none"
                 ax.plot(x, loss, marker, color=color, markerfacecolor=fill, alpha=0.8)
             ax.plot([], [], marker, color=color, label=label, alpha=0.8)
-            if name == "first":
+            if name == "first" and points:
                 over, losses, _ = zip(*points, strict=True)
                 grid = np.geomspace(min(over), max(over), 200)
                 ax.plot(grid, list(map(Curve(over, losses), grid)), color=color, linewidth=1)
