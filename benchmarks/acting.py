@@ -6,11 +6,11 @@ ratios pi / mu of the two policies (fp8rl/sequences/corrections.py). A loss is t
 success that the learner reaches where float32 writes the sequences: 0 is float32, 1 gets nothing
 right.
 
-*acting* asks whether a loss can be foreseen. Before training, a float32 run tells the horizon H of
-a format: after H tokens, the weights of sequences have lost a tenth of their effective sample size.
-The claim is that T / H foresees the loss, for each correction. So the losses of the first
-experiment, drawn over T / H, predict those of the others, which are another task, another network
-and other formats.
+*acting* draws the loss over T / H. Before training, a float32 run tells the horizon H of a format:
+after H tokens, the weights of sequences have lost a tenth of their effective sample size. The first
+experiment predicted the others, which are another task, another network and other formats. Horizons
+and predictions are in results/acting_predicted.csv, which acting.py of commit b35a53c made, and how
+far they held is in results/acting_foreseen.md.
 
 *stack_rules* asks what the rules cost that stacks for language models apply. Some of its arms
 sample by top-p in the copy that acts. As in vLLM, its log-probabilities are then those among the
@@ -19,14 +19,13 @@ results/stack_rules_predicted.csv, with a reason each, and how far it held in
 results/stack_rules_foreseen.md.
 
     python benchmarks/acting.py measure benchmarks/results/acting_first.csv
-    python benchmarks/acting.py predict benchmarks/results/acting_predicted.csv
     python benchmarks/acting.py measure benchmarks/results/acting_measured.csv
     python benchmarks/acting.py table benchmarks/results/acting.md
     python benchmarks/acting.py measure benchmarks/results/stack_rules_measured.csv
     python benchmarks/acting.py table benchmarks/results/stack_rules.md
 
 `measure` trains the experiments of a file (EXPERIMENTS), and goes on where it was stopped. Both
-predictions were committed before the experiments were measured that they are about.
+files of predictions were committed before the experiments were measured that they are about.
 """
 
 import argparse
@@ -43,11 +42,10 @@ from files import Journal, last_line, rows_of, table_of
 
 from fp8rl.cli.throughput import origin
 from fp8rl.machine.hardware import keep_freed_memory
-from fp8rl.sequences.laboratory import Arm, Laboratory, Setting, horizons, pretrained
+from fp8rl.sequences.laboratory import Arm, Laboratory, Setting
 from fp8rl.study import figures
 
 RESULTS = Path(__file__).parent / "results"
-WATCHED = [900, 901, 902, 903]  # seeds of the float32 run on which horizons are measured
 REPAIRS = ("token_weights", "sequence_weights", "mask_tokens", "mask_sequences")
 ALL = ("none", *REPAIRS, "clip", "one_precision")
 ENDS = ("none", "clip")  # the least and the most that can happen
@@ -150,6 +148,8 @@ EXPERIMENTS = {
 PLACE = ["experiment", "length", "format", "correction"]
 RULES_PLACE = ["experiment", "length", "format", "top_p", "correction"]
 SUCCESSES = ["seed", "learner", "actor", "dead", "start"]
+PREDICTED = [*PLACE, "sample_size", "horizon", "predicted"]
+PREDICTED += ["format alone", "length alone", "sample size alone"]
 FIELDS = {
     "acting_first": PLACE + SUCCESSES,
     "acting_measured": PLACE + SUCCESSES,
@@ -308,24 +308,7 @@ def more_lost(grouped: dict, key: Key, other: Key) -> str:
     return str(Cell(*with_interval(losses), 0, 0, 0))
 
 
-# Foresight
-
-
-def horizons_of(experiments: dict[str, Experiment]) -> dict[tuple, tuple[float, float]]:
-    """Effective sample size of a token, and horizon, by experiment, length and format.
-
-    Medians over the seeds of one pretrained float32 run.
-    """
-    result = {}
-    for name, experiment in experiments.items():
-        for length, arms in experiment.arms.items():
-            setting = experiment.setting._replace(length=length)
-            policies, _ = pretrained(setting, WATCHED)
-            formats = [form for form in dict.fromkeys(arm.format for arm in arms) if form != "fp32"]
-            for form, horizon in horizons(policies, setting, WATCHED, formats).items():
-                size = horizon.sample_size.median().item()
-                result[name, length, form] = size, horizon.tokens.median().item()
-    return result
+# Tables
 
 
 class Curve:
@@ -351,54 +334,6 @@ class Curve:
         return float(np.interp(math.log(number), self.logs, self.losses))
 
 
-GUESSES = ("predicted", "format alone", "length alone", "sample size alone")
-PREDICTED = [*PLACE, "sample_size", "horizon", *GUESSES]
-SAME_MANTISSA = {"fp8": "e8m3", "fp16": "e8m7"}  # the nearest format of the first experiment
-
-
-def predict(out: Path) -> None:
-    """Writes horizons, and what four rules predict from the first experiment."""
-    first = cells_of(rows_of_file("acting_first"))
-    experiments = EXPERIMENTS["acting_first"] | EXPERIMENTS["acting_measured"]
-    horizon_table = horizons_of(experiments)
-    rows = []
-    for (name, length, form), (size, horizon) in horizon_table.items():
-        for arm in experiments[name].arms[length]:
-            if arm.format != form:
-                continue
-            cells = (name, length, form, arm.correction, f"{size:.9f}", f"{horizon:.4g}")
-            row = dict.fromkeys(PREDICTED, "") | dict(zip(PREDICTED, cells, strict=False))
-            if name != "first":
-                known = {
-                    key: cell
-                    for key, cell in first.items()
-                    if key[3] == arm.correction and key[2] != "fp32"
-                }
-                values = predictions(known, horizon_table, length, form, size, horizon)
-                row |= {guess: f"{value:.4f}" for guess, value in values.items()}
-            rows.append(row)
-    Journal(out, PREDICTED).write(rows)
-    with out.open("a") as file:
-        file.write(f"# python benchmarks/acting.py predict {out} on {origin()}\n")
-
-
-def predictions(known: dict[Key, Cell], horizon_table, length, form, size, horizon) -> dict:
-    """What each rule predicts for a cell, from the known cells of the same correction."""
-    losses = [cell.loss for cell in known.values()]
-    over = [key[1] / horizon_table[key[:3]][1] for key in known]
-    lost = [1 - horizon_table[key[:3]][0] for key in known]
-    like = SAME_MANTISSA.get(form, form)
-    same_format = [cell.loss for key, cell in known.items() if key[2] == like]
-    nearest = min({key[1] for key in known}, key=lambda x: abs(math.log(x / length)))
-    same_length = [cell.loss for key, cell in known.items() if key[1] == nearest]
-    return {
-        "predicted": Curve(over, losses)(length / horizon),
-        "format alone": float(np.mean(same_format)),
-        "length alone": float(np.mean(same_length)),
-        "sample size alone": Curve(lost, losses)(1 - size),
-    }
-
-
 LABELS = {
     "none": "no correction",
     "token_weights": "weights of tokens",
@@ -418,51 +353,6 @@ def bits_of(form: str) -> int:
     return MANTISSA.get(form) or int(form.removeprefix("e8m"))
 
 
-def ranks_of(values: Iterable[float]) -> np.ndarray:
-    """Ranks of numbers; ties have their mean rank."""
-    x = np.array(values)
-    return (x[:, None] > x).sum(1) + ((x[:, None] == x).sum(1) - 1) / 2
-
-
-def spearman(x: list[float], y: list[float]) -> float:
-    """Rank correlation, NaN if all numbers are equal."""
-    ranks = ranks_of(x), ranks_of(y)
-    return math.nan if min(map(np.ptp, ranks)) == 0 else float(np.corrcoef(ranks)[0, 1])
-
-
-def acting_foresight(cells: dict[Key, Cell], predicted: list[dict]) -> str:
-    """How far each rule's predictions are off, and how well each number orders the losses."""
-    columns = ("experiment, correction", "cells", "losses", "mean error: T / H", "format alone")
-    columns += ("T alone", "sample size alone", "nothing is lost", "Spearman: T / H", "bits", "T")
-    groups: dict[tuple, list[dict]] = {}
-    for row in predicted:
-        if row["predicted"]:
-            groups.setdefault((row["experiment"], row["correction"]), []).append(row)
-    table = []
-    for (name, correction), rows in groups.items():
-        guesses = [[float(row[guess]) for row in rows] for guess in GUESSES] + [[0.0] * len(rows)]
-        losses = np.array([cells[key_of(row)].loss for row in rows])
-        numbers = [
-            [int(row["length"]) / float(row["horizon"]) for row in rows],
-            [-bits_of(row["format"]) for row in rows],
-            [int(row["length"]) for row in rows],
-            [1 - float(row["sample_size"]) for row in rows],
-        ]
-        table.append(
-            [
-                f"{name}, {LABELS[correction]}",
-                len(rows),
-                f"{two_places(losses.min())} to {two_places(losses.max())}",
-                *(f"{np.abs(np.array(guess) - losses).mean():.3f}" for guess in guesses),
-                *(f"{spearman(number, losses):.2f}" for number in numbers),
-            ]
-        )
-    return table_of((*columns, "sample size"), table)
-
-
-# Tables
-
-
 def rows_of_file(name: str) -> list[dict]:
     """The rows of a measured file."""
     return Journal(RESULTS / f"{name}.csv", FIELDS[name]).rows()
@@ -473,7 +363,7 @@ def acting_table(out: Path) -> None:
     cells = cells_of(rows_of_file("acting_first") + rows_of_file("acting_measured"))
     predicted = Journal(RESULTS / "acting_predicted.csv", PREDICTED).rows()
     horizon_of = {key_of(row)[:3]: float(row["horizon"]) for row in predicted}
-    parts = ["## How well the losses were foreseen", acting_foresight(cells, predicted)]
+    parts = []
     for name, experiment in (EXPERIMENTS["acting_first"] | EXPERIMENTS["acting_measured"]).items():
         setting = experiment.setting
         parts += [
@@ -537,7 +427,7 @@ def short(whole: str) -> str:
     """The losses of both networks with sequences of 32 tokens, without their intervals."""
     rows = []
     for name, network in SHORT.items():
-        for row in rows_of(whole.split(f"\n## {name}: ")[1]):
+        for row in rows_of(whole.split(f"## {name}: ")[1]):
             form, length = row.pop("format, T").split(", ")
             if length == "32":
                 losses = [row.get(LABELS[x], "").split(" [")[0] for x in ALL]
@@ -702,14 +592,12 @@ def minibatch_table(grouped: dict[Key, dict[str, dict]]) -> str:
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=("measure", "predict", "table"))
+    parser.add_argument("command", choices=("measure", "table"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args(words)
     if options.command == "measure":
         measure(options.out, options.processes)
-    elif options.command == "predict":
-        predict(options.out)
     elif options.out.stem == "acting":
         acting_table(options.out)
     else:

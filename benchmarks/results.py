@@ -51,7 +51,6 @@ COMMANDS = {
     "real_stacks": "python benchmarks/real_stacks.py benchmarks/results/real_stacks.md",
     # Who may act in few bits?
     "acting_first": "python benchmarks/acting.py measure benchmarks/results/acting_first.csv",
-    "acting_predicted": "python benchmarks/acting.py predict benchmarks/results/acting_predicted.csv",
     "acting_measured": "python benchmarks/acting.py measure benchmarks/results/acting_measured.csv",
     "acting": "python benchmarks/acting.py table benchmarks/results/acting.md",
     # What do the rules of real stacks cost such policies?

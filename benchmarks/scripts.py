@@ -18,7 +18,7 @@ torch-optimi (benchmarks/requirements.txt). nanoGPT learns the characters of a t
 ships, and vae of pytorch/examples gets drawn strokes for MNIST (stand_ins/torchvision).
 
 `run` goes on where it was stopped. It keeps what the doctor says in NAME_words.csv, and its reports
-in the clones. With a script of your own, `python -m fp8rl.doctor compare` asks the same.
+in the clones. Without a script's lines in NAME_words.csv it is watched anew. With a script of your own, `python -m fp8rl.doctor compare` asks the same.
 """
 
 import argparse
@@ -287,6 +287,7 @@ def run(out: Path, clones: dict[str, Path], only: list[str]) -> None:
     outcomes = Journal(out, OUTCOMES)
     said = Journal(words_of(out), SAID)
     done = outcomes.done("script", "seed", "stack")
+    watched_before = said.done("script", "seed")
     for name, script in study.scripts.items():
         if script.folder not in clones or (only and name not in only):
             continue
@@ -297,14 +298,17 @@ def run(out: Path, clones: dict[str, Path], only: list[str]) -> None:
             watched = script.seeds[0] if study.has_twins else seed
             report = clone / f"{out.stem}-{re.sub(r'[^a-z0-9.]+', '-', name)}-{watched}.json"
             for arm, under in arms_of(study, report, seed == watched).items():
-                if (name, str(seed), arm) in done:
+                is_done = (name, str(seed), arm) in done
+                is_said = arm != FLOAT32 or not under or (name, str(seed)) in watched_before
+                if is_done and is_said:
                     continue
                 outcome = outcome_of(script, output_of(script, clone, seed, under))
                 if arm == FLOAT32 and under:
                     findings = worst_findings(json.loads(report.read_text()))
                     for stack in study.stacks:
                         add(said, name, seed, stack, *words_in(findings[stack]))
-                add(outcomes, name, seed, arm, f"{outcome:.6g}")
+                if not is_done:
+                    add(outcomes, name, seed, arm, f"{outcome:.6g}")
 
 
 def words_in(finding: dict) -> list[str]:
