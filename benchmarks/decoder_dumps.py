@@ -91,23 +91,6 @@ def documents() -> Iterator[str]:
             yield from (text for text in texts if SHORTEST <= len(text) <= LONGEST)
 
 
-def trained_tokenizer(texts: list[str]):
-    """Byte-pair encoding, with the special tokens PAD, END and BEGIN."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<pad>", "<end>", "<begin>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
 def new_model() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -129,10 +112,19 @@ def train(folder: Path, seed: int, seconds: float) -> None:
     Windows of the text begin at the beginning of a document. After most of the time the weights
     are saved as older ones, too.
     """
+    from tokenizers import ByteLevelBPETokenizer
+
     torch.manual_seed(seed)
     texts = list(dict.fromkeys(documents()))
     random.Random(seed).shuffle(texts)
-    tokenizer = trained_tokenizer(texts[HELD_OUT:])
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        texts[HELD_OUT:],
+        vocab_size=VOCABULARY,
+        min_frequency=0,
+        show_progress=False,
+        special_tokens=["<pad>", "<end>", "<begin>"],  # PAD, END and BEGIN
+    )
     encoded = [[BEGIN, *x.ids, END] for x in tokenizer.encode_batch(texts)]
     learned = encoded[HELD_OUT:]
     stream = torch.tensor([token for document in learned for token in document])
