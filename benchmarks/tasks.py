@@ -186,10 +186,16 @@ def train_missing(task: str, arms: list[str], path: Path) -> None:
     done = {config for config, arm in arm_of.items() if (task, arm, config.seed) in found}
     for config, history in parallel.run_all(list(arm_of), run=run, done=done):
         arm, (_, returns) = arm_of[config], history.evaluations()
-        cells = (task, arm, config.seed, mark_of(task, arm))
-        cells += (f"{history.last['seconds'] / size[config]:.4f}",)
-        cells += (" ".join(f"{x:.6g}" for x in returns),)
-        journal.add(dict(zip(journal.columns, cells, strict=True)))
+        journal.add(
+            {
+                "task": task,
+                "arm": arm,
+                "seed": config.seed,
+                "settings": mark_of(task, arm),
+                "seconds": f"{history.last['seconds'] / size[config]:.4f}",
+                "returns": " ".join(f"{x:.6g}" for x in returns),
+            }
+        )
 
 
 # Stable-Baselines3, with the settings of RL Baselines3 Zoo (its hyperparams/ at commit 22e3ff2).
