@@ -31,10 +31,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from files import table_of
+from results import origin, table_of
 
 from fp8rl.bits import mismatch
-from fp8rl.cli.throughput import origin
 from fp8rl.dumps.mismatch import MismatchReport
 
 SOUND = "sound"

@@ -27,11 +27,10 @@ from typing import NamedTuple
 import noise_dumps
 import numpy as np
 import torch
-from files import table_of
+from results import origin, table_of
 
 from fp8rl.bits import mismatch
 from fp8rl.bits.formats import Format, format_of, rounded, scaled
-from fp8rl.cli.throughput import origin
 from fp8rl.dumps.symptoms import SIZE
 
 PROMPTS = 8

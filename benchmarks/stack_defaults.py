@@ -20,8 +20,8 @@ from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
-from files import table_of
 from release_source import Changed, Release, download
+from results import table_of
 
 PINNED = {
     "trl": "1.16.0",

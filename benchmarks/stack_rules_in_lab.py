@@ -25,9 +25,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from acting import RESULTS, Cell, Experiment, Job, Key, cells_of, successes, two_places
-from files import Journal, table_of
+from results import Journal, origin, table_of
 
-from fp8rl.cli.throughput import origin
 from fp8rl.machine.hardware import keep_freed_memory
 from fp8rl.sequences.corrections import mismatch_weight
 from fp8rl.sequences.laboratory import Arm, Laboratory, Setting

@@ -30,10 +30,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from files import Journal, table_of
+from results import Journal, origin, table_of
 from strangers import RETURN, VALIDATION, prepare_text
 
-from fp8rl.cli.throughput import origin
 from fp8rl.doctor.findings import NOT_JUDGED, WORDS
 
 STACKS = (

@@ -1,7 +1,7 @@
 """Scripts that others wrote, unchanged: do the doctor's words hold?
 
-For each script and format twin.py watches one training in float32, `python -m fp8rl.doctor keep`
-keeps the place in this format in another one, and twin.py trains a twin in float32 at the learning
+For each script and format law.py watches one training in float32, `python -m fp8rl.doctor keep`
+keeps the place in this format in another one, and law.py trains a twin in float32 at the learning
 rates that were measured. The three outcomes stand side by side, with what the doctor had said.
 
     python benchmarks/strangers.py run benchmarks/results/strangers.csv --cleanrl DIR --nanogpt DIR
@@ -25,9 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from files import Journal, table_of
-
-from fp8rl.cli.throughput import origin
+from results import Journal, origin, table_of
 
 FORMATS = (
     "weights=bf16",
@@ -60,7 +58,7 @@ class Script(NamedTuple):
 
 
 DOCTOR = ("-m", "fp8rl.doctor")
-TWIN = (str(Path(__file__).with_name("twin.py")),)
+TWIN = (str(Path(__file__).with_name("law.py")),)
 RETURN = r"episodic_return=\[?\s*(-?[\d.]+)"
 GPT = (
     "train.py --dataset=pydoc --device=cpu --compile=False --eval_interval=200 --eval_iters=20 "

@@ -49,10 +49,10 @@ import numpy as np
 import torch
 import zoo
 from optimum import optimal_returns
+from results import origin
 from torch import nn
 
 from fp8rl.build import Machine, build
-from fp8rl.cli.throughput import origin
 from fp8rl.config import EIGHT_BIT, Config
 from fp8rl.env import Cart
 from fp8rl.evaluate import Evaluator
