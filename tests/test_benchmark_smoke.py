@@ -475,51 +475,6 @@ def test_what_became_of_seeds_is_counted():
     assert replay_lesson.count(returns[:, -1] < 100) == "2 of 3"
 
 
-# Replay layouts
-
-
-def test_our_replay_layouts_give_back_next_observations(monkeypatch):
-    """Without the buffers of the other library."""
-    monkeypatch.setattr(replay, "ROWS", 600)
-    monkeypatch.setattr(replay, "BATCHES", 20)
-    monkeypatch.setattr(replay, "play", functools.cache(replay.play.__wrapped__))
-    stores = {
-        "compact": replay.our_ring,
-        "full": functools.partial(replay.our_layout, "full"),
-        "delta": functools.partial(replay.our_layout, "delta"),
-    }
-    for name, store_of in stores.items():
-        for agent, end in (("random", 2), ("balancing", 3)):
-            store = store_of(agent)
-            drawn = replay.joined(list(store.drawn))
-            places = [0, 1, end]
-            assert drawn.place.unique().tolist() == places
-            outcomes = {replay.outcome(replay.at(drawn, place)) for place in places}
-            if name == "delta":
-                assert all(text.startswith("off by up to 0.") for text in outcomes)
-            else:
-                assert outcomes == {"exact"}
-            row_bytes = {"compact": 26, "full": 42, "delta": 34}[name]
-            assert store.row_bytes == row_bytes
-            assert (store.transition_bytes > row_bytes) == (name == "compact")
-
-
-def test_outcomes_of_next_observations_are_said_in_words():
-
-    def outcome(*next_obs: float) -> str:
-        column = torch.tensor(next_obs, dtype=torch.float32).unsqueeze(-1)
-        truth = torch.full_like(column, 10)
-        drawn = replay.Drawn(column, truth, truth - 2, torch.zeros(len(column)).long())
-        return replay.outcome(drawn)
-
-    nan = torch.nan
-    assert outcome() == "-" and outcome(10, 10) == "exact" and outcome(nan, nan) == "NaN"
-    assert outcome(10, 10.01) == "off by up to 0.5% of the step"
-    assert outcome(14, 18, 22) == "wrong, by 4 steps in the median"
-    assert outcome(14, nan, nan, nan) == "25% wrong, by 2 steps in the median, else NaN"
-    assert outcome(14, nan, 10, 10) == "25% wrong, by 2 steps in the median, 25% NaN"
-
-
 # Few bits are another learning rate
 
 
