@@ -277,6 +277,8 @@ arms_of_a_layer = arms.layer_steps(16, 16, ("fp32", "bf16", "fp8"), "cpu")
     [
         ("rivals", "--variant defaults --steps 2048", "torch"),
         ("rivals", "--variant on-policy --updates 2 --num-envs 4", "torch"),
+        # More than the default ring takes
+        ("rivals", "--variant on-policy --updates 2 --num-envs 1024", "torch"),
         ("rivals", "--variant on-policy --agents 2 --num-envs 4", "torch"),
         ("rivals", "--variant cleanrl --steps 512", "torch"),
         ("sb3_rival", "--variant batched --steps 512", "stable_baselines3"),

@@ -90,7 +90,7 @@ def new_rollouts(options: argparse.Namespace) -> Config:
         rollout_length=length,
         slice_length=length if replayed else 1,
         batch_size=rows if replayed else Config.batch_size,
-        capacity=Config.capacity if replayed else rows + options.num_envs,
+        capacity=max(Config.capacity * bool(replayed), rows + options.num_envs),
         replay_updates=replayed,
         steps=options.steps,
         seed=options.seed,
