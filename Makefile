@@ -50,7 +50,7 @@ gpu: $(READY)
 	@$(RUN) python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 		{ echo "torch finds no CUDA device: run it where there is one, with a torch built for CUDA" >&2; exit 2; }
 	$(RUN) pytest -m cuda tests
-	$(RUN) python benchmarks/results.py fp8_layer placements populations_cuda widths_cuda acting_kernel
+	$(RUN) python benchmarks/results.py fp8_layer placements populations_cuda widths_cuda
 
 address:
 	@test -n "$(REPOSITORY)" || { echo "REPOSITORY is empty: name it, as in make address REPOSITORY=owner/name" >&2; exit 2; }

@@ -38,9 +38,8 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from files import Journal, last_line, rows_of, table_of
+from results import Journal, last_line, origin, rows_of, table_of
 
-from fp8rl.cli.throughput import origin
 from fp8rl.machine.hardware import keep_freed_memory
 from fp8rl.sequences.laboratory import Arm, Laboratory, Setting
 from fp8rl.study import figures

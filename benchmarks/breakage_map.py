@@ -27,19 +27,18 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from files import Journal, table_of
-from ladder import EARLIER
 from matplotlib.patches import Rectangle
+from replay_lesson import EARLIER
+from results import Journal, table_of, write_tables
 from tasks import CART, LQR, above_optimum
 
-from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
 from fp8rl.study import comparison, parallel
 from fp8rl.study.statistics import fails
 
 STEPS, SEEDS = 51_200, 32
 SETTINGS = EARLIER | {"gamma": 0.985, "lam": 0.95, "capacity": 100_000, "halved_after": 0}
-RATES = {CART: (5e-4,), LQR: (5e-3,)}
+RATES = {CART: 5e-4, LQR: 5e-3}
 PLACES = {
     "forward": "forward operands",
     "backward": "gradients",
@@ -71,7 +70,7 @@ COLUMNS = (
     "verdict",
 )
 BASELINE, UNTRAINED = ("float32", "float32"), ("untrained", "untrained")
-VERDICTS = ("equal", "between", "fails")
+VERDICTS = {"equal": "equals float32", "between": "in between", "fails": "fails"}
 
 
 def cells() -> dict[tuple[str, str], str]:
@@ -127,30 +126,16 @@ def run(task: str, rate: float, arms: dict, seeds: int) -> list[dict]:
     shown = np.exp if task == LQR else np.asarray
     plain, before = (float(np.median(shown(every[name]))) for name in (BASELINE, UNTRAINED))
     rows = []
-    for name, scores in every.items():
+    for (place, form), scores in every.items():
         difference = scores - every[BASELINE]
-        median, score, low, high = (
-            float(np.median(shown(scores))),
-            *(
-                float(shown(x))
-                for x in (comparison.iqm(difference), *comparison.bootstrap_interval(difference))
-            ),
-        )
-        place, form = name
-        numbers = [
-            f"{value:.4g}" if task == LQR else f"{value:.2f}"
-            for value in (median, score, low, high)
-        ]
+        median = float(np.median(shown(scores)))
+        numbers = comparison.iqm(difference), *comparison.bootstrap_interval(difference)
+        score, low, high = (float(shown(x)) for x in numbers)
+        digits = ".4g" if task == LQR else ".2f"
+        texts = [format(x, digits) for x in (median, score, low, high)]
         reached = int((scores >= comparison.THRESHOLD).sum()) if task == CART else ""
-        row = (
-            task,
-            f"{rate:g}",
-            place,
-            form,
-            *numbers,
-            reached,
-            verdict(task, median, plain, before, low, high),
-        )
+        told = verdict(task, median, plain, before, low, high)
+        row = (task, f"{rate:g}", place, form, *texts, reached, told)
         rows.append(dict(zip(COLUMNS, row, strict=True)))
     return rows
 
@@ -160,35 +145,27 @@ def main(out: Path) -> None:
     journal = Journal(out.with_suffix(".csv"), COLUMNS)
     arms = {cell: {"formats": formats} for cell, formats in cells().items()}
     rows = []
-    for task, rates in RATES.items():
-        for rate in rates:
-            rows += run(task, rate, arms, SEEDS)
-            journal.write(rows)
-    note = f"`python benchmarks/breakage_map.py {out}` on {origin()}."
-    out.write_text(f"{counts(rows)}\n\n{note}\n")
+    for task, rate in RATES.items():
+        rows += run(task, rate, arms, SEEDS)
+        journal.write(rows)
+    write_tables(out, counts(rows))
     draw(out.with_suffix(".png"), rows)
 
 
 def draw(out: Path, rows: list[dict]) -> None:
     """The map of both carts, as measured."""
-    order = ("equal", "between", "fails")
-    shade = {"equals float32": "#F3E9C6", "in between": "#E69F00", "fails": "#1B2A5C"}
-    own, places, groups = cells(), list(PLACES), list(FORMATS.values())
+    shade = dict(zip(VERDICTS, ("#F3E9C6", "#E69F00", "#1B2A5C"), strict=True))
+    places, groups = list(PLACES), list(FORMATS.values())
     columns = {
         form: 0.4 * i + sum(map(len, groups[:i])) + k
         for i, group in enumerate(groups)
         for k, form in enumerate(group)
     }
-    measured = {
-        (row["task"], float(row["learning_rate"]), row["place"], row["format"]): row["verdict"]
-        for row in rows
-    }
+    measured = {(row["task"], row["place"], row["format"]): row["verdict"] for row in rows}
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True, layout="constrained")
-    for ax, (task, rates) in zip(axes, RATES.items(), strict=True):
-        for place, form in own:
-            verdicts = [measured[task, rate, place, form] for rate in rates]
-            worse = max(map(order.index, verdicts))
-            color = list(shade.values())[worse]
+    for ax, task in zip(axes, RATES, strict=True):
+        for place, form in cells():
+            color = shade[measured[task, place, form]]
             corner = columns[form], places.index(place)
             ax.add_patch(Rectangle(corner, 1, 1, facecolor=color, edgecolor="white", linewidth=2))
         ax.set_title("the cart" if task == CART else "linear-quadratic cart", fontsize=11)
@@ -210,7 +187,8 @@ def draw(out: Path, rows: list[dict]) -> None:
             at = columns[form] + 0.5, len(places) + 1.4
             ax.text(*at, group, ha="center", va="center", fontsize=8)
     handles = [
-        Rectangle((0, 0), 1, 1, facecolor=color, label=name) for name, color in shade.items()
+        Rectangle((0, 0), 1, 1, facecolor=color, label=VERDICTS[name])
+        for name, color in shade.items()
     ]
     title = "Weights rounded to the nearest lose; v rounded by itself, without a scale, fails"
     figure.legend(
@@ -224,11 +202,6 @@ def draw(out: Path, rows: list[dict]) -> None:
     )
     figure.savefig(out, dpi=110)
     plt.close(figure)
-
-
-def before_training(rows: list[dict]) -> dict[str, float]:
-    """The median score of untrained agents, by task."""
-    return {row["task"]: float(row["median"]) for row in rows if row["place"] == UNTRAINED[0]}
 
 
 def counts(rows: list[dict]) -> str:

@@ -23,12 +23,11 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from files import table_of
+from results import origin, table_of
 from torch import nn
 from torch.nn import functional as F
 
 from fp8rl.bits import LowBitAdam
-from fp8rl.cli.throughput import origin
 from fp8rl.study import figures
 
 EIGHT_BIT_STATE = {"m": "e4m3", "root": "e4m3:stochastic"}

@@ -43,11 +43,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from files import table_of
+from results import origin, table_of
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fp8rl.cli.throughput import origin
 from fp8rl.dumps.mismatch import MismatchReport, mismatch
 
 PAD, END, BEGIN = range(3)

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from files import Journal, table_of
+from results import Journal, origin, table_of
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from fp8rl.cli.throughput import origin
 from fp8rl.doctor import Doctor
 
 # What is imported -> its name for pip

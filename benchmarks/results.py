@@ -1,25 +1,32 @@
-"""The command of each table in results/, and what puts the tables into the pages that show them.
+"""The command of each table in results/, what puts the tables into the pages that show them, and what
+benchmarks share: journals of what is finished, and tables in Markdown.
 
     python benchmarks/results.py              # lists the commands
     python benchmarks/results.py study tasks  # runs these, and puts their tables into the pages
     python benchmarks/results.py --put        # puts the tables that are there into the pages
 
 The last line of a table names its command, the machine, the versions and the commit of the code
-that made it. A long benchmark keeps what it has measured in a file beside its table (NAME.csv) and
-goes on from it. Delete that file to measure everything again.
+that made it. Where the command is gone, the last line names the file and the commit that had it. A
+long benchmark keeps what it has measured in a journal beside its table (NAME.csv) and goes on from
+it. Delete that file to measure everything again. A table that is too wide for a page is NAME.md, and
+a few of its columns and rows are NAME_short.md.
 
 A page shows a table between `<!-- benchmarks/results/NAME.md -->` and `<!-- end -->`.
 """
 
+import csv
 import importlib.util
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
+
+from fp8rl.cli.throughput import origin, seconds_of  # noqa: F401  (benchmarks share it)
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -34,16 +41,13 @@ STUDY = (
 COMMANDS = {
     # Does FP8 learn as float32 does, on which tasks?
     "tasks": "python benchmarks/tasks.py benchmarks/results/tasks.md",
-    "learned_again": "python benchmarks/learned_again.py table benchmarks/results/learned_again.md",
     "study": f"python -m fp8rl study {STUDY} --out build/study --overwrite",
     "film": "python benchmarks/film.py benchmarks/results",
     # Can one foresee what few bits cost?
-    "rates_predicted": "python benchmarks/rates.py predict benchmarks/results/rates_predicted.csv",
-    "rates_measured": "python benchmarks/rates.py measure benchmarks/results/rates_measured.csv",
-    "rates": "python benchmarks/rates.py table benchmarks/results/rates.md",
+    "rates_predicted": "python benchmarks/law.py predict benchmarks/results/rates_predicted.csv",
+    "rates_measured": "python benchmarks/law.py measure benchmarks/results/rates_measured.csv",
+    "rates": "python benchmarks/law.py table benchmarks/results/rates.md",
     "characters": "python benchmarks/characters.py benchmarks/results/characters.md",
-    # Is the emulation of bfloat16 what torch does with bfloat16 parameters?
-    "emulation": "python benchmarks/emulation.py benchmarks/results/emulation.md",
     # Also for scripts that others wrote?
     "strangers": "python benchmarks/scripts.py table benchmarks/results/strangers.md",
     "stacks_in_scripts": "python benchmarks/scripts.py table benchmarks/results/stacks_in_scripts.md",
@@ -60,53 +64,141 @@ COMMANDS = {
     # Is a gap of log-probabilities rounding or a bug?
     "decoder_dumps": "python benchmarks/decoder_dumps.py judge DIR benchmarks/results/decoder_dumps.md",
     # How long does one wait, beside what one would use instead?
-    "waits": "python benchmarks/waits.py benchmarks/results/waits.md --only clone train study",
-    "from_start": "python benchmarks/waits.py benchmarks/results/from_start.md --only train train_long",
-    "watching": "python benchmarks/waits.py benchmarks/results/watching.md --only watch watch_gpt --cleanrl DIR --nanogpt DIR",
+    "waits": "python benchmarks/speed/arms.py waits benchmarks/results/waits.md",
+    "from_start": "python benchmarks/speed/arms.py from_start benchmarks/results/from_start.md",
+    "watching": "python benchmarks/speed/arms.py watching benchmarks/results/watching.md "
+    "--script DIR/cleanrl/ppo.py",
     # How fast are the loop, many agents, wide networks and several processes on a CPU?
-    "loops": "python benchmarks/loops.py benchmarks/results/loops.md",
-    "calls": "python benchmarks/calls.py benchmarks/results/calls.md",
-    "update_rows": "python benchmarks/update_cost.py rows benchmarks/results/update_rows.md",
-    "loop_before": "python benchmarks/update_cost.py before benchmarks/results/loop_before.md --clone DIR",
-    "populations": "python benchmarks/populations.py benchmarks/results/populations.md --rounds 3",
-    "widths_speed": "python benchmarks/widths.py --cpu benchmarks/results/widths_speed.md",
-    "processes": "python benchmarks/processes.py benchmarks/results/processes.md",
-    # How fast is it on a GPU, and how exact is emulated FP8 beside one?
-    "fp8_layer": "python benchmarks/fp8_layer.py benchmarks/results",
-    "placements": "python benchmarks/placements.py benchmarks/results/placements.md",
-    "populations_cuda": "python benchmarks/populations.py benchmarks/results/populations_cuda.md --cuda --rounds 1 --seconds 1",
-    "widths_cuda": "python benchmarks/widths.py --cuda benchmarks/results/widths_cuda.md",
-    "acting_kernel": "python benchmarks/acting_kernel.py benchmarks/results/acting_kernel.md",
-    "fp8_sums": "python benchmarks/fp8_sums.py benchmarks/results/fp8_sums.md",
+    "loops": "python benchmarks/speed/arms.py loops benchmarks/results/loops.md --rounds 4",
+    "populations": "python benchmarks/speed/arms.py populations benchmarks/results/populations.md",
+    "widths_speed": "python benchmarks/speed/arms.py widths_speed benchmarks/results/widths_speed.md",
+    "processes": "python benchmarks/speed/arms.py processes benchmarks/results/processes.md",
+    # How fast is it on a GPU?
+    "fp8_layer": "python benchmarks/speed/arms.py fp8_layer benchmarks/results/fp8_layer.md",
+    "placements": "python benchmarks/speed/arms.py placements benchmarks/results/placements.md",
+    "populations_cuda": "python benchmarks/speed/arms.py populations_cuda "
+    "benchmarks/results/populations_cuda.md --rounds 1",
+    "widths_cuda": "python benchmarks/speed/arms.py widths_cuda benchmarks/results/widths_cuda.md",
     # Where does learning break, in which formats?
     "breakage_map": "python benchmarks/breakage_map.py benchmarks/results/breakage_map.md",
     # Why does a simple replay loop lose what it has learned, and which settings mend it?
-    "lesson_measured": "python benchmarks/lesson.py measure benchmarks/results/lesson.csv",
-    "lesson": "python benchmarks/lesson.py table benchmarks/results/lesson.md",
-    "published": "python benchmarks/published.py changes benchmarks/results/published.md",
-    "between_loops": "python benchmarks/published.py between benchmarks/results/between_loops.md",
-    "ladder": "python benchmarks/ladder.py benchmarks/results/ladder.md",
-    # What does a replay buffer store, what does rounding it change, and how fast is it read?
-    "replay_layouts": "python benchmarks/replay_layouts.py benchmarks/results/replay_layouts.md",
-    "codecs": "python benchmarks/codecs.py benchmarks/results/codecs",
-    "replay_sampling": "python benchmarks/replay_sampling.py benchmarks/results/replay_sampling.md",
+    "lesson": "python benchmarks/replay_lesson.py lesson benchmarks/results/lesson.md",
+    "published": "python benchmarks/replay_lesson.py published benchmarks/results/published.md",
+    "between_loops": "python benchmarks/replay_lesson.py between_loops "
+    "benchmarks/results/between_loops.md",
+    "ladder": "python benchmarks/replay_lesson.py ladder benchmarks/results/ladder.md",
+    # What does rounding what a replay buffer stores change, and how fast is it read?
+    "codecs": "python benchmarks/replay.py codecs benchmarks/results/codecs/table.md",
+    "replay_sampling": "python benchmarks/replay.py sampling benchmarks/results/replay_sampling.md",
 }
 # Packages that a benchmark needs beside the project's own: benchmarks/requirements.txt
 NEEDED_PACKAGES = {
     "replay_sampling": ("torchrl", "stable_baselines3"),
-    "replay_layouts": ("torchrl", "tensordict"),
     "tasks": ("stable_baselines3",),
     "ladder": ("Box2D",),
     "from_start": ("stable_baselines3", "jax"),
     "loops": ("jax",),
     "populations": ("jax",),
     "populations_cuda": ("jax",),
-    "fp8_sums": ("mmaemu", "torchao"),
     "real_stacks": ("torchao", "bitsandbytes", "optimi", "heavyball"),
 }
-ON_CUDA = ("fp8_layer", "placements", "populations_cuda", "widths_cuda", "acting_kernel")
+ON_CUDA = ("fp8_layer", "placements", "populations_cuda", "widths_cuda")
 # What a reader of a page does not need of a last line
 VERSIONS = re.compile(r"; Python [\d.]+, (torch \S+), numpy [\d.]+")
+
+
+# Journals and tables
+
+
+class Journal:
+    """A .csv file with a line for everything that is finished.
+
+    Raises ValueError if there is a file of this name with other columns.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str]):
+        self.path = path
+        self.columns = list(columns)
+        if not path.exists():
+            self.write([])
+        with path.open(newline="") as file:
+            there = next(csv.reader(file), [])
+        if there != self.columns:
+            raise ValueError(f"{path} has other columns: delete it to measure everything again")
+
+    def rows(self) -> list[dict[str, str]]:
+        """All lines. One that begins with # is a remark."""
+        with self.path.open(newline="") as file:
+            return list(csv.DictReader(line for line in file if not line.startswith("#")))
+
+    def done(self, *names: str) -> set[tuple[str, ...]]:
+        """What is finished, by some of the columns."""
+        return {tuple(row[name] for name in names) for row in self.rows()}
+
+    def add(self, *rows: dict) -> None:
+        """Appends lines."""
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, self.columns, lineterminator="\n").writerows(rows)
+
+    def write(self, rows: Iterable[dict]) -> None:
+        """Replaces the file."""
+        with self.path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def table_of(columns: Iterable[str], rows: Iterable[Iterable]) -> str:
+    """A Markdown table of rows of cells."""
+    head = list(columns)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
+
+
+def cells_of(line: str) -> list[str]:
+    """The cells of a line of a Markdown table. A bar within a cell is written as \\|."""
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def rows_of(text: str) -> list[dict[str, str]]:
+    """The rows of the first table in a text, by the names of its columns."""
+    lines = text[text.index("|") :].splitlines()
+    names = cells_of(lines[0])
+    rows = []
+    for line in lines[2:]:
+        if not line.startswith("|"):
+            break
+        rows.append(dict(zip(names, cells_of(line), strict=True)))
+    return rows
+
+
+def chosen(
+    text: str, columns: dict[str, str], keep: Callable[[dict[str, str]], bool] = lambda row: True
+) -> str:
+    """Some columns of the first table in a text, and of its rows those to `keep`.
+
+    Args:
+        columns: the name of a column -> its name in the short table.
+    """
+    rows = [row for row in rows_of(text) if keep(row)]
+    return table_of(columns.values(), [[row[old] for old in columns] for row in rows])
+
+
+def last_line(text: str) -> str:
+    """What a table ends with: its command, the machine and the versions."""
+    return text.strip().splitlines()[-1]
+
+
+def write_tables(path: Path, *parts: str, more: str = "") -> str:
+    """Writes tables and what is said of them, with a line that names this command, the machine and
+    the versions. `more` are further versions. Returns the text."""
+    made = f"`{shlex.join(['python', *sys.argv])}` on {origin()}{more}."
+    text = "\n\n".join([*parts, made]) + "\n"
+    path.write_text(text)
+    return text
+
+
+# The commands
 
 
 def obstacle(name: str) -> str | None:

@@ -2,7 +2,7 @@
 
 Each script trains in float32 while the doctor watches, and under `python -m fp8rl.doctor keep` with
 each of some formats, or real optimizers of other packages, in place of what it does by itself. What
-it ends with stands beside what the doctor had said. Where there are *twins*, twin.py also trains the
+it ends with stands beside what the doctor had said. Where there are *twins*, law.py also trains the
 script in float32 at the learning rates that were measured.
 
     python benchmarks/scripts.py run benchmarks/results/strangers.csv --cleanrl DIR --nanogpt DIR
@@ -35,9 +35,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from files import Journal, table_of
+from results import Journal, origin, table_of
 
-from fp8rl.cli.throughput import origin
 from fp8rl.doctor.findings import NOT_JUDGED, WORDS
 
 
@@ -184,7 +183,7 @@ STUDIES = {
 FOLDERS = ("cleanrl", "nanogpt", "mingpt", "examples")
 FLOAT32 = "float32"
 DOCTOR = ("-m", "fp8rl.doctor")
-TWIN = (str(Path(__file__).with_name("twin.py")),)
+TWIN = (str(Path(__file__).with_name("law.py")),)
 LOST = 0.25  # a share of what float32 gains that is more than seeds differ by
 A_LOSS = ("slower", "stalls", "diverges")  # words that claim one
 CLAIMS = ("as float32", *A_LOSS)

@@ -48,10 +48,9 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from files import Journal, table_of
+from results import Journal, origin, table_of
 
 from fp8rl.build import Machine, build
-from fp8rl.cli.throughput import origin
 from fp8rl.config import EIGHT_BIT, Config
 from fp8rl.env import MAX_STEPS, STATE_BOUNDS, Cart, dynamics, outcome
 from fp8rl.evaluate import play

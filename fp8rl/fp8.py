@@ -41,7 +41,7 @@ In plain PyTorch, quantizing takes several passes over a tensor, and a copy in t
 takes one more. A kernel (kernels.py) reads the tensor twice and writes both layouts.
 `torch.compile` fuses the plain form into few passes, in a Float8Linear too; on a CPU the results
 have the same bits. FP8 pays off only in wide layers on hardware that multiplies float8, as
-benchmarks/fp8_layer.py measures."""
+benchmarks/speed/arms.py measures."""
 
 import functools
 import math

@@ -212,7 +212,7 @@ def reuses_forward(config: Config, machine: Machine, num_envs: int) -> bool:
 
     Otherwise it repeats them, for all rows at once. On a CPU, reusing is faster where the results
     of a layer take `LARGE` bytes or more and have as many rows as units, presumably because one
-    step at a time fits into a cache (benchmarks/processes.py). With fewer rows it is slower,
+    step at a time fits into a cache (benchmarks/speed/arms.py). With fewer rows it is slower,
     because each step of the backward pass reads the weights and adds to their gradient. In FP8,
     each step would keep its own rounded weights.
     """

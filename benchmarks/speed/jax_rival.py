@@ -6,18 +6,21 @@ the rbg generator (a little faster than the default); the two-action draw from o
 environments reset in the step after an episode's end, so that one forward pass over T + 1 rows
 serves loss, GAE and bootstrap. XLA's CPU flags are its defaults.
 
-Several --updates an iteration all learn from the new rollout: nothing is kept or replayed.
+Several --updates an iteration all learn from the new rollout: nothing is kept or replayed. With
+--agents the loop runs for as many at once, under jax.vmap over their seeds: PureJaxRL's way to train
+many. The variant "unrolled" compiles four steps of a rollout together.
 
-    python benchmarks/speed/jax_loop.py --num-envs 1024 --seconds 3
+    python benchmarks/speed/jax_rival.py --num-envs 1024 --seconds 3
+    python benchmarks/speed/jax_rival.py --num-envs 16 --agents 32 --seconds 3
 """
 
 import functools
 import math
 from typing import NamedTuple
 
-import common
 import jax
 import jax.numpy as jnp
+import rivals
 import torch
 from jax import lax
 
@@ -88,8 +91,8 @@ def forward(parameters: list, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def gae(values, rewards, terminated, valid):
     """Advantages [T, N]; rows that only reset have none and pass none on."""
-    going = common.GAMMA * ~terminated
-    deltas = (common.REWARD_SCALE * rewards + going * values[1:] - values[:-1]) * valid
+    going = rivals.GAMMA * ~terminated
+    deltas = (rivals.REWARD_SCALE * rewards + going * values[1:] - values[:-1]) * valid
 
     def back(advantage, row):
         delta, decay = row
@@ -114,7 +117,7 @@ def loss_of(parameters, rollout):
     policy_loss = -(chosen * advantages / scale).sum() / count
     value_loss = 0.5 * (((values - fixed)[:-1] - advantages) ** 2 * valid).sum() / count
     entropy = -(valid * (jnp.exp(log_policy) * log_policy).sum(-1)).sum() / count
-    return policy_loss + Config.value_coef * value_loss - common.ENTROPY_COEF * entropy
+    return policy_loss + Config.value_coef * value_loss - rivals.ENTROPY_COEF * entropy
 
 
 def adam(learner: Learner, gradients: list, rate) -> Learner:
@@ -165,9 +168,12 @@ def iteration(
     return (learner, state, key), None
 
 
-def policy_of(parameters: list):
-    """A greedy policy on torch tensors."""
-    weights = [[torch.tensor(jax.device_get(x)) for x in layer] for layer in parameters]
+def policy_of(carry: tuple, agents: int):
+    """A greedy policy on torch tensors; of several agents that of the first."""
+    parameters = jax.device_get(carry[0].parameters)
+    if agents:
+        parameters = jax.tree.map(lambda x: x[0], parameters)
+    weights = [[torch.tensor(x) for x in layer] for layer in parameters]
 
     def act(obs):
         for weight, bias in weights[:-1]:
@@ -189,26 +195,40 @@ def first_carry(key, num_envs: int) -> tuple[Learner, State, jax.Array]:
 
 
 def train(options, tick):
+    jax.config.update("jax_default_matmul_precision", options.matmul)
     num_envs, length = options.num_envs, options.rollout_length
-    body = functools.partial(iteration, length=length, num_envs=num_envs, updates=options.updates)
+    agents = max(options.agents, 1)
     size = num_envs * length
     iterations = -(-options.steps // size)
-    calls = -(-iterations * size // CALL_STEPS)
+    calls = -(-iterations * size * agents // CALL_STEPS)
     count = -(-iterations // calls)  # iterations in one call
+    body = functools.partial(
+        iteration,
+        length=length,
+        num_envs=num_envs,
+        updates=options.updates,
+        unroll=4 if options.variant == "unrolled" else 1,
+    )
 
     def many(carry, rates):
         return lax.scan(body, carry, rates)[0]
 
+    start = functools.partial(first_carry, num_envs=num_envs)
+    key = jax.random.key(options.seed)
+    if options.agents:
+        carry = jax.vmap(start)(jax.random.split(key, agents))
+        many = jax.vmap(many, in_axes=(0, None))
+    else:
+        carry = start(key)
     many = jax.jit(many, donate_argnums=0)
-    carry = first_carry(jax.random.key(options.seed), num_envs)
     steps = 0
     while steps < options.steps:
         left = 1 - (steps + size * torch.arange(count)).numpy() / options.steps
         rates = jnp.float32(options.learning_rate * left.clip(0))
         carry = jax.block_until_ready(many(carry, rates))
         steps += count * size
-        tick(steps, lambda obs, learner=carry[0]: policy_of(learner.parameters)(obs))
+        tick(steps * agents, lambda obs, carry=carry: policy_of(carry, options.agents)(obs))
 
 
 if __name__ == "__main__":
-    common.main(train, uses_torch=False)
+    rivals.main(train, variants=("scan", "unrolled"), uses_torch=False)

@@ -7,11 +7,11 @@ Baselines3 Zoo has for CartPole (benchmarks/tasks.py). Settings of A2C: the enco
 wrappers, no argument validation of the distributions. SB3 has no compiled or low-precision mode;
 its documented way to speed is more environments.
 
-    python benchmarks/speed/sb3.py --num-envs 1024 --seconds 3
+    python benchmarks/speed/sb3_rival.py --num-envs 1024 --seconds 3
 """
 
-import common
 import numpy as np
+import rivals
 import torch
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import BaseCallback
@@ -38,7 +38,7 @@ class ScaledEnv(CustomEnv):
 
     def step(self, action):
         obs, reward, *rest = super().step(action)
-        return obs, common.REWARD_SCALE * reward, *rest
+        return obs, rivals.REWARD_SCALE * reward, *rest
 
 
 class BatchedVecEnv(VecEnv):
@@ -71,7 +71,7 @@ class BatchedVecEnv(VecEnv):
         self.state = np.stack((position, np.float32(DAMPING) * velocity), axis=-1)
         self.ages += 1
         distance = np.abs(position)
-        rewards = common.REWARD_SCALE * (1 - np.float32(0.1) * distance)
+        rewards = rivals.REWARD_SCALE * (1 - np.float32(0.1) * distance)
         terminated = distance > LIMIT
         dones = terminated | (self.ages >= MAX_STEPS)
         infos = [self.nothing] * self.num_envs
@@ -145,9 +145,9 @@ def a2c(options) -> A2C:
         envs,
         learning_rate=lambda left: options.learning_rate * left,
         n_steps=options.rollout_length,
-        gamma=common.GAMMA,
+        gamma=rivals.GAMMA,
         gae_lambda=Config.lam,
-        ent_coef=common.ENTROPY_COEF,
+        ent_coef=rivals.ENTROPY_COEF,
         vf_coef=Config.value_coef / 2,  # its value loss is not halved
         max_grad_norm=Config.max_grad_norm,
         normalize_advantage=True,
@@ -171,4 +171,4 @@ def train(options, tick):
 
 
 if __name__ == "__main__":
-    common.main(train, variants=("batched", "dummy", "ppo"))
+    rivals.main(train, variants=("batched", "dummy", "ppo"))

@@ -9,42 +9,61 @@ measured on one other agent, which changes over time. What the twin loses is the
     predict   what twins lose in each setting; committed before the settings are measured
     measure   the settings: agents with the place really kept in few bits
     table     the outcome, beside the lookup by format and other rules that know less
+    watch     runs a script of others in float32, and writes what the doctor measures
+    train     trains such a script's twin
 
-    python benchmarks/rates.py predict benchmarks/results/rates_predicted.csv
-    python benchmarks/rates.py measure benchmarks/results/rates_measured.csv
-    python benchmarks/rates.py table benchmarks/results/rates.md
+    python benchmarks/law.py predict benchmarks/results/rates_predicted.csv
+    python benchmarks/law.py measure benchmarks/results/rates_measured.csv
+    python benchmarks/law.py table benchmarks/results/rates.md
+    python benchmarks/law.py watch "weights=bf16 m=e4m3" rates.json script.py ...
+    python benchmarks/law.py train weights=bf16 rates.json script.py ...
 
 `predict` and `measure` go on where they were stopped. The form of the twin (a rate for each tensor,
 and the measured noise where weights are rounded stochastically) was chosen on three other settings,
-whose outcomes were known: results/rates_chosen.csv, made by this file's `choose` at commit 5e2576a. A loss is a share of float32's gain: 0 is
-float32, 1 has learned nothing, and less than 0 is better than float32.
+whose outcomes were known: results/rates_chosen.csv, made by `rates.py choose` at commit 5e2576a. A
+loss is a share of float32's gain: 0 is float32, 1 has learned nothing, and less than 0 is better than
+float32.
+
+The file of `watch` is the doctor's report as JSON, with the rates of each tensor over time. Each step
+of an optimizer then changes a tensor by what the script's step does, times the rate of this tensor
+in this part of the training. That is the same for every optimizer whose step is proportional to its
+learning rate. An optimizer whose tensors are not judged from the first step to the last trains as
+it is.
 """
 
-import argparse
 import dataclasses
+import json
+import runpy
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from files import Journal, chosen, last_line, table_of
-from twin import FASTEST, PARTS, SLOWEST, ruler_of
+from results import RESULTS, Journal, chosen, last_line, table_of, write_tables
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fp8rl.build import build, build_population
-from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
 from fp8rl.doctor import Doctor
+from fp8rl.doctor.ruler import Ruler
+from fp8rl.doctor.watcher import Watcher
 from fp8rl.model import parameters_in_order
 from fp8rl.study import figures
 from fp8rl.study.statistics import is_failure, share_lost
 from fp8rl.train import train
 
-RESULTS = Path(__file__).parent / "results"
 WATCHED = 900  # the seed of the agent on which rates are measured
 TWINS = range(500, 508)  # seeds of the twins, and of the float32 agents beside them
 MEASURED_SEEDS = range(8000, 8008)  # seeds of the agents that keep a place in few bits
 WINDOW = 32  # updates in one of the doctor's windows
+PARTS = 24  # of a training, in each of which the rate is constant
+SLOWEST, FASTEST = 2.0**-10, 2.0**12  # rates beyond these are taken for these
 
 STEPS = {
     "CartPole-v1": 61_440,
@@ -74,7 +93,7 @@ class Setting(NamedTuple):
         return text
 
 
-NEW = [
+SETTINGS = [
     # Learning rates over two orders of magnitude
     *(Setting("CartPole-v1", rate) for rate in (1e-4, 3e-4, 1e-3, 1e-2)),
     *(Setting("Pendulum-v1", rate) for rate in (2e-4, 1e-3, 1e-2)),
@@ -110,13 +129,13 @@ CELLS = (
 
 
 def config_of(setting: Setting, seed: int, formats: str = "") -> Config:
-    fields = setting._asdict()
+    fields = {name: value for name, value in setting._asdict().items() if value is not None}
     task = fields.pop("task")
-    if fields["gamma"] is None:
-        del fields["gamma"]
-    return Config(
-        seed=seed, formats=formats, env_id=task, steps=STEPS[task], eval_every=0, **fields
-    )
+    shape = {"env_id": task, "steps": STEPS[task], "eval_every": 0}
+    return Config(seed=seed, formats=formats, **shape, **fields)
+
+
+# Rates
 
 
 class Rates(NamedTuple):
@@ -134,6 +153,12 @@ class Rates(NamedTuple):
     noise: np.ndarray
 
 
+def ruler_of(watcher: Watcher, text: str) -> Ruler:
+    """What has measured a place and format beside an optimizer."""
+    rulers = [shadow.ruler for shadow in watcher.shadows]
+    return next(ruler for ruler in rulers if text in ruler.texts)
+
+
 def watch(setting: Setting, cells: tuple[str, ...]) -> tuple[Rates, dict[str, tuple]]:
     """Trains one float32 agent. Returns the rates of these cells, their tensors in the order of the
     network's parameters in a population, and for each cell what the doctor says."""
@@ -142,13 +167,12 @@ def watch(setting: Setting, cells: tuple[str, ...]) -> tuple[Rates, dict[str, tu
     train(run, progress=False)
     ruler = ruler_of(doctor.patients[0].watcher, cells[0])
     order = [ruler.texts.index(cell) for cell in cells]
-    sums = np.array(ruler.windows)[:, :, order]  # [W, 4, C, T]
     parameters = list(run.model.parameters())
     in_order = [
         next(i for i, p in enumerate(parameters) if p is own)
         for own in parameters_in_order(run.model).values()
     ]
-    sums = sums[..., in_order]
+    sums = np.array(ruler.windows)[:, :, order][..., in_order]  # [W, 4, C, T]
     sizes = np.array([parameters[i].numel() for i in in_order], float)
     parts = [part.mean(0) for part in np.array_split(sums, min(PARTS, len(sums)))]
     findings = {found.text: found for found in doctor.report()}
@@ -169,38 +193,37 @@ def rates_of(parts: np.ndarray, sizes: np.ndarray, sampled: int) -> Rates:
     return Rates(quotient(np.minimum(sizes, sampled)), quotient(sizes), by_tensor, noise)
 
 
+# Twins of agents
+
+
 def twins(setting: Setting, arms: list[tuple], seeds) -> np.ndarray:
     """Final returns [arms, seeds] of float32 agents whose learning rate is multiplied.
 
     Each arm has its rates [PARTS, 1 or T], and its noise [PARTS, T] or None.
     """
-    configs = [config_of(setting, seed) for _ in arms for seed in seeds]
-    run = build_population(configs)
+    run = build_population([config_of(setting, seed) for _ in arms for seed in seeds])
     optimizer = run.learner.optimizer
     agents, numbers = optimizer.theta.shape
     sizes = torch.tensor(optimizer.sizes)
     optimizer.rate = torch.zeros(agents, numbers)
     iterations = run.config.iterations
     set_rate, step = optimizer.set_rate, optimizer.step
-    noisy = [i for i, (_, noise) in enumerate(arms) if noise is not None]
     generator = torch.Generator().manual_seed(0)
     now = {"iteration": 0, "part": None}
 
-    def spread(values: np.ndarray) -> torch.Tensor:
+    def spread(values: np.ndarray, part: int) -> torch.Tensor:
         """Of each tensor, or of all, to each number of each agent of an arm."""
-        x = torch.as_tensor(values, dtype=torch.float32)
+        x = torch.as_tensor(values[part * len(values) // PARTS], dtype=torch.float32)
         x = x.repeat_interleave(sizes) if len(x) > 1 else x.expand(numbers)
         return x.expand(len(seeds), numbers)
-
-    def at(values: np.ndarray, part: int) -> np.ndarray:
-        return values[part * len(values) // PARTS]
 
     def set_multiplied_rate(rate) -> None:
         part = now["iteration"] * PARTS // iterations
         if part != now["part"]:
             now["part"] = part
-            now["factor"] = torch.cat([spread(at(rates, part)) for rates, _ in arms])
-            now["noise"] = {i: spread(at(arms[i][1], part)) for i in noisy}
+            now["factor"] = torch.cat([spread(rates, part) for rates, _ in arms])
+            noises = enumerate(noise for _, noise in arms)
+            now["noise"] = {i: spread(noise, part) for i, noise in noises if noise is not None}
         set_rate(rate)
         optimizer.rate *= now["factor"]
         now["iteration"] += 1
@@ -220,10 +243,8 @@ def twins(setting: Setting, arms: list[tuple], seeds) -> np.ndarray:
 
 def untrained(setting: Setting, seeds) -> np.ndarray:
     """Returns [seeds] before training."""
-    configs = [
-        dataclasses.replace(config_of(setting, seed), steps=2_048, learning_rate=1e-12)
-        for seed in seeds
-    ]
+    nothing = {"steps": 2_048, "learning_rate": 1e-12}
+    configs = [dataclasses.replace(config_of(setting, seed), **nothing) for seed in seeds]
     run = train(build_population(configs), progress=False)
     return np.array([history.final_return for history in run.history.of_agents])
 
@@ -237,21 +258,16 @@ MEASURED = (*Setting._fields, "cell", "returns")
 
 def key_of(row: dict[str, str]) -> tuple[Setting, str]:
     """The setting and cell of a line of a file."""
-    setting = Setting(
-        row["task"],
-        float(row["learning_rate"]),
-        int(row["hidden_size"]),
-        int(row["batch_size"]),
-        float(row["gamma"]) if row["gamma"] else None,
-    )
-    return setting, row["cell"]
+    numbers = float(row["learning_rate"]), int(row["hidden_size"]), int(row["batch_size"])
+    gamma = float(row["gamma"]) if row["gamma"] else None
+    return Setting(row["task"], *numbers, gamma), row["cell"]
 
 
-def predict(out: Path, only: list[int]) -> None:
+def predict(out: Path) -> None:
     """Adds the predictions of settings that the file does not have."""
     journal = Journal(out, PREDICTED)
     done = {key_of(row)[0] for row in journal.rows()}
-    for setting in [NEW[i] for i in only or range(len(NEW))]:
+    for setting in SETTINGS:
         if setting in done:
             continue
         rates, findings = watch(setting, CELLS)
@@ -259,10 +275,10 @@ def predict(out: Path, only: list[int]) -> None:
         for i, cell in enumerate(CELLS):
             noise = rates.noise[:, i] if "stochastic" in cell else None
             arms.append((rates.by_tensor[:, i], noise))
-        returns = twins(setting, arms, TWINS)
+        exact, *returns = twins(setting, arms, TWINS)
         start = untrained(setting, TWINS)
         for i, cell in enumerate(CELLS):
-            loss = share_lost(returns[1 + i], returns[0], start)
+            loss = share_lost(returns[i], exact, start)
             means = [float(rate[:, i].mean()) for rate in (rates.alike, rates.numbers)]
             numbers = [f"{x:.4g}" for x in (loss, *means, findings[cell].noise)]
             values = (*setting, cell, *numbers, findings[cell].verdict)
@@ -270,7 +286,7 @@ def predict(out: Path, only: list[int]) -> None:
         print(setting, flush=True)
 
 
-def measure(out: Path, only: list[int]) -> None:
+def measure(out: Path) -> None:
     """Adds the final returns of cells that the file does not have."""
     journal = Journal(out, MEASURED)
 
@@ -278,8 +294,8 @@ def measure(out: Path, only: list[int]) -> None:
         text = " ".join(f"{x:.6g}" for x in returns)
         journal.add(dict(zip(MEASURED, (*setting, cell, text), strict=True)))
 
-    for setting in [NEW[i] for i in only or range(len(NEW))]:
-        done = {key_of(row) for row in journal.rows()}
+    done = {key_of(row) for row in journal.rows()}
+    for setting in SETTINGS:
         if (setting, "untrained") not in done:
             add(setting, "untrained", untrained(setting, MEASURED_SEEDS))
         missing = [cell for cell in ("float32", *CELLS) if (setting, cell) not in done]
@@ -291,9 +307,8 @@ def measure(out: Path, only: list[int]) -> None:
             for seed in MEASURED_SEEDS
         ]
         run = train(build_population(configs), progress=False)
-        histories = run.histories(configs)
-        returns = np.reshape([history.final_return for history in histories], (len(missing), -1))
-        for cell, own in zip(missing, returns, strict=True):
+        returns = [history.final_return for history in run.histories(configs)]
+        for cell, own in zip(missing, np.reshape(returns, (len(missing), -1)), strict=True):
             add(setting, cell, own)
         print(setting, flush=True)
 
@@ -305,12 +320,10 @@ def formats_of(cell: str) -> str:
     return cell if cell.startswith("weights") else f"{cell}:stored"
 
 
-def measured_returns() -> dict[tuple[Setting, str], np.ndarray]:
-    """Final returns by setting and cell."""
-    return {
-        key_of(row): np.array([float(x) for x in row["returns"].split()])
-        for row in Journal(RESULTS / "rates_measured.csv", MEASURED).rows()
-    }
+# What rules foresee
+
+CLEAR = 0.2  # losses that are this far apart make a pair
+LIMITS = -0.3, 1.2  # losses beyond these count as these: few agents end below the untrained ones
 
 
 class Cell(NamedTuple):
@@ -334,10 +347,6 @@ class Cell(NamedTuple):
         return "weights, stochastic" if "stochastic" in self.name else "weights, nearest"
 
 
-CLEAR = 0.2  # losses that are this far apart make a pair
-LIMITS = -0.3, 1.2  # losses beyond these count as these: few agents end below the untrained ones
-
-
 def clipped(loss: float) -> float:
     """A loss within LIMITS; one that is not a number has lost everything."""
     return LIMITS[1] if np.isnan(loss) else float(np.clip(loss, *LIMITS))
@@ -354,9 +363,16 @@ def unlike(one: Setting, other: Setting) -> float:
     return 100 * (one.task != other.task) + decades + differences
 
 
+def measured_returns() -> dict[tuple[Setting, str], np.ndarray]:
+    """Final returns by setting and cell."""
+    return {
+        key_of(row): np.array([float(x) for x in row["returns"].split()])
+        for row in Journal(RESULTS / "rates_measured.csv", MEASURED).rows()
+    }
+
+
 def measured_cells() -> list[Cell]:
     """All cells that were predicted and measured, with what the other rules say of them."""
-    predicted = Journal(RESULTS / "rates_predicted.csv", PREDICTED).rows()
     returns = measured_returns()
     losses = {
         (setting, cell): clipped(
@@ -366,25 +382,24 @@ def measured_cells() -> list[Cell]:
         if cell not in ("float32", "untrained")
     }
     cells = []
-    for row in predicted:
+    for row in Journal(RESULTS / "rates_predicted.csv", PREDICTED).rows():
         setting, name = key_of(row)
         if (setting, name) not in losses:
             continue
-        everywhere = [loss for (_, n), loss in losses.items() if n == name]
-        others_of = [(s, n) for s, n in losses if n == name and s != setting]
-        others = [losses[key] for key in others_of]
+        everywhere = {s: loss for (s, n), loss in losses.items() if n == name}
+        others = {s: loss for s, loss in everywhere.items() if s != setting}
         away = abs(np.log2(np.clip(float(row["alike"]), 2.0**-20, 2.0**20)))
         cells.append(
             Cell(
                 setting,
                 name,
-                clipped(float(row["twin"])),
-                losses[setting, name],
-                float(np.mean(others)) if others else 0.0,
-                float(np.mean(everywhere)),
-                losses[min(others_of, key=lambda key: unlike(key[0], setting))],
-                float(away),
-                float(row["noise"]),
+                twin=clipped(float(row["twin"])),
+                measured=losses[setting, name],
+                lookup=float(np.mean(list(others.values()))) if others else 0.0,
+                own_lookup=float(np.mean(list(everywhere.values()))),
+                neighbour=others[min(others, key=lambda other: unlike(other, setting))],
+                away=float(away),
+                noise=float(row["noise"]),
             )
         )
     return cells
@@ -402,19 +417,14 @@ def auc(scores: np.ndarray, bad: np.ndarray) -> float:
 def pairs_in_order(cells: list[Cell], score) -> tuple[float, int]:
     """Of the pairs of one format in two settings, whose losses are clearly apart, the share that a
     score puts in order; and how many there are."""
-    right, count = 0.0, 0
-    for a in cells:
-        for b in cells:
-            if a.name == b.name and a.measured - b.measured >= CLEAR:
-                count += 1
-                right += (score(a) > score(b)) + (score(a) == score(b)) / 2
-    return right / max(count, 1), count
-
-
-def contested(cells: list[Cell]) -> list[Cell]:
-    """Those of formats that are bad in some settings and good in others."""
-    bad = {name: {is_failure(c.measured) for c in cells if c.name == name} for name in CELLS}
-    return [cell for cell in cells if len(bad[cell.name]) == 2]
+    pairs = [
+        (score(a), score(b))
+        for a in cells
+        for b in cells
+        if a.name == b.name and a.measured - b.measured >= CLEAR
+    ]
+    right = sum((a > b) + (a == b) / 2 for a, b in pairs)
+    return right / max(len(pairs), 1), len(pairs)
 
 
 # What each rule says of a cell: the loss that it expects, or a number that should rise with it.
@@ -433,50 +443,42 @@ ORDERS = {
     "\\|log p\\|": lambda cell: cell.away,
     "noise": lambda cell: cell.noise,
 }
-COLUMNS = (
-    *("cells", "number", "bad", *EXPECTED),
-    *(f"pairs in order: {name}" for name in ORDERS),
-    "pairs",
-    *(f"AUC, contested: {name}" for name in ORDERS),
-    "contested",
-)
 
 
-def row_of(name: str, cells: list[Cell]) -> list[str]:
-    """A line of the table: each rule's error, and how it sorts."""
-    row = [name, len(cells), sum(is_failure(cell.measured) for cell in cells)]
-    for expected in EXPECTED.values():
-        errors = [abs(expected(cell) - cell.measured) for cell in cells]
-        row.append(f"{np.mean(errors):.3f}")
-    for score in ORDERS.values():
+def row_of(name: str, cells: list[Cell]) -> dict[str, str]:
+    """A line of the table, by column: each rule's error, and how it sorts."""
+    row = {
+        "cells": name,
+        "number": len(cells),
+        "bad": sum(is_failure(cell.measured) for cell in cells),
+    }
+    for rule, expected in EXPECTED.items():
+        row[rule] = f"{np.mean([abs(expected(cell) - cell.measured) for cell in cells]):.3f}"
+    for rule, score in ORDERS.items():
         share, pairs = pairs_in_order(cells, score)
-        row.append(f"{share:.0%}" if pairs else "-")
-    row.append(pairs)
-    both = contested(cells)
-    bad = np.array([is_failure(cell.measured) for cell in both], bool)
-    for score in ORDERS.values():
-        area = auc(np.array([score(cell) for cell in both]), bad)
-        row.append("-" if np.isnan(area) else f"{area:.3f}")
-    return [*map(str, row), str(len(both))]
+        row[f"pairs in order: {rule}"] = f"{share:.0%}" if pairs else "-"
+    row["pairs"] = pairs
+    # Formats that are bad in some settings and good in others
+    verdicts = {name: {is_failure(c.measured) for c in cells if c.name == name} for name in CELLS}
+    contested = [cell for cell in cells if len(verdicts[cell.name]) == 2]
+    bad = np.array([is_failure(cell.measured) for cell in contested], bool)
+    for rule, score in ORDERS.items():
+        area = auc(np.array([score(cell) for cell in contested]), bad)
+        row[f"AUC, contested: {rule}"] = "-" if np.isnan(area) else f"{area:.3f}"
+    return row | {"contested": len(contested)}
 
 
 def intervals(cells: list[Cell]) -> str:
     """95% bootstrap intervals over settings of the mean errors, and of their difference."""
     settings = sorted({cell.setting for cell in cells}, key=str)
-    by_setting = [
-        np.mean(
-            [
-                [abs(c.twin - c.measured), abs(c.lookup - c.measured)]
-                for c in cells
-                if c.setting == setting
-            ],
-            axis=0,
-        )
-        for setting in settings
-    ]
+    by_setting = []
+    for setting in settings:
+        own = [cell for cell in cells if cell.setting == setting]
+        errors = [[abs(c.twin - c.measured), abs(c.lookup - c.measured)] for c in own]
+        by_setting.append(np.mean(errors, axis=0))
     draws = np.random.default_rng(0).integers(len(settings), size=(10_000, len(settings)))
-    means = np.array(by_setting)[draws].mean(1)
-    parts = {"twin": means[:, 0], "lookup": means[:, 1], "twin / lookup": means[:, 0] / means[:, 1]}
+    twin, lookup = np.array(by_setting)[draws].mean(1).T
+    parts = {"twin": twin, "lookup": lookup, "twin / lookup": twin / lookup}
     return ", ".join(
         "{} {:.3f} to {:.3f}".format(name, *np.quantile(x, (0.025, 0.975)))
         for name, x in parts.items()
@@ -498,13 +500,14 @@ def seeds_apart() -> float:
 
 def table(out: Path) -> None:
     cells = measured_cells()
-    rows = [row_of("all", cells)]
-    for place in dict.fromkeys(cell.place for cell in cells):
-        rows.append(row_of(place, [cell for cell in cells if cell.place == place]))
-    for setting in dict.fromkeys(cell.setting for cell in cells):
-        rows.append(row_of(str(setting), [cell for cell in cells if cell.setting == setting]))
+    groups = {"all": cells}
+    for cell in cells:
+        groups.setdefault(cell.place, []).append(cell)
+    for cell in cells:
+        groups.setdefault(str(cell.setting), []).append(cell)
+    rows = [row_of(name, own) for name, own in groups.items()]
     worst = sorted(cells, key=lambda cell: -abs(cell.twin - cell.measured))[:12]
-    text = "\n".join(
+    farthest = "\n".join(
         f"- {cell.setting}: {cell.name}, measured {cell.measured:.2f}, twin {cell.twin:.2f}, "
         f"lookup {cell.lookup:.2f}"
         for cell in worst
@@ -519,9 +522,8 @@ def table(out: Path) -> None:
         f"float32's own seeds are {seeds_apart():.3f} of the gain apart on average. 95% intervals over "
         f"settings: {intervals(cells)}. The twelve cells on which the twin is farthest off:"
     )
-    command = f"`python benchmarks/rates.py table {out}` on {origin()}."
-    whole = "\n\n".join([table_of(COLUMNS, rows), note, text, command]) + "\n"
-    out.write_text(whole)
+    lines = table_of(rows[0], [row.values() for row in rows])
+    whole = write_tables(out, lines, note, farthest)
     out.with_stem(f"{out.stem}_short").write_text(short(whole))
     draw(out.with_suffix(".png"), cells)
 
@@ -572,20 +574,103 @@ def draw(out: Path, cells: list[Cell]) -> None:
     plt.close(figure)
 
 
-def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=["predict", "measure", "table"])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--only", type=int, nargs="*", default=[], help="numbers of settings")
-    arguments = parser.parse_args(words)
+# Twins of scripts that others wrote
+
+
+def rates_over_time(watcher: Watcher, text: str, length: int) -> dict[str, list]:
+    """The rates of each tensor in parts of the training, [parts, T], and the standard deviation of
+    a number's noise in one update. `length` is the doctor's number of updates in a window."""
+    ruler = ruler_of(watcher, text)
+    if not ruler.windows:
+        return {"tensor_rates": [], "tensor_noise": []}
+    sums = ruler.in_parts(ruler.texts.index(text), PARTS)
+    across = np.maximum(sums.apart - (sums.rates - 1) ** 2 * sums.true, 0)
+    return {
+        "tensor_rates": sums.rates.tolist(),
+        "tensor_noise": np.sqrt(across / length).tolist(),
+    }
+
+
+def watch_script(formats: str, out: Path, run_script: Callable[[], None]) -> None:
+    """Runs a script in float32, and writes what the doctor has measured."""
+    doctor = Doctor(formats=formats.split())
+    with doctor.installed():
+        run_script()
+    content = json.loads(doctor.to_json(doctor.report()))
+    for patient, optimizer in zip(doctor.patients, content["optimizers"], strict=True):
+        for finding in optimizer["findings"]:
+            text = f"{finding['place']}={finding['format']}"
+            finding |= rates_over_time(patient.watcher, text, doctor.length)
+    out.write_text(json.dumps(content))
+
+
+def held_rates(rates: np.ndarray) -> np.ndarray:
+    """Rates [parts, T] with the last known rate of a tensor in place of NaN, and 1 before any.
+
+    A rate is NaN where float32 does not move the tensor, because it has converged. A twin that is
+    behind float32 has not, and must not go on at a rate of 1 where few bits stand still.
+    """
+    held = rates.copy()
+    last = np.ones(rates.shape[1])
+    for part in held:
+        part[np.isnan(part)] = last[np.isnan(part)]
+        last = part
+    return held
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    groups = optimizer.param_groups
+    return [p for group in groups for p in group["params"] if p.requires_grad and p.numel()]
+
+
+def train_script(text: str, report: Path, run_script: Callable[[], None]) -> None:
+    """Runs a script as a twin, whose optimizers' steps are changed. `text` is a place and format of
+    the report."""
+    recorded = json.loads(report.read_text())["optimizers"]
+    steps: dict[torch.optim.Optimizer, int] = {}  # in the order of their first steps
+    weights: list[torch.Tensor] = []
+    generator = torch.Generator().manual_seed(0)
+
+    def before(optimizer, *_) -> None:
+        steps.setdefault(optimizer, 0)
+        weights[:] = [p.detach().clone() for p in parameters_of(optimizer)]
+
+    @torch.no_grad()
+    def after(optimizer, *_) -> None:
+        of_optimizer = recorded[list(steps).index(optimizer)]
+        step = steps[optimizer]
+        steps[optimizer] += 1
+        for finding in of_optimizer["findings"]:
+            if f"{finding['place']}={finding['format']}" != text or not finding["tensor_rates"]:
+                continue
+            rates = held_rates(np.array(finding["tensor_rates"], float)).clip(SLOWEST, FASTEST)
+            noise = np.nan_to_num(np.array(finding["tensor_noise"], float))
+            part = min(step * len(rates) // of_optimizer["steps"], len(rates) - 1)
+            for i, (p, old) in enumerate(zip(parameters_of(optimizer), weights, strict=True)):
+                p.copy_(old + float(rates[part, i]) * (p - old))
+                if "stochastic" in text:
+                    p.add_(float(noise[part, i]) * torch.randn(p.shape, generator=generator))
+
+    hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    try:
+        run_script()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def main(words: list[str]) -> None:
+    command, *arguments = words
+    if command in ("watch", "train"):
+        text, file, script, *_ = arguments
+        sys.argv = arguments[2:]
+        sys.path[0] = str(Path(script).resolve().parent)
+        run = {"watch": watch_script, "train": train_script}[command]
+        run(text, Path(file), lambda: runpy.run_path(script, run_name="__main__"))
+        return
     torch.set_num_threads(1)
-    if arguments.command == "predict":
-        predict(arguments.out, arguments.only)
-    elif arguments.command == "measure":
-        measure(arguments.out, arguments.only)
-    else:
-        table(arguments.out)
+    {"predict": predict, "measure": measure, "table": table}[command](Path(arguments[0]))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
