@@ -35,8 +35,7 @@ import numpy as np
 import torch
 from files import Journal, last_line, rows_of, table_of
 
-from fp8rl.cli.throughput import origin
-from fp8rl.machine.hardware import keep_freed_memory
+from fp8rl.machine.hardware import keep_freed_memory, origin
 from fp8rl.sequences.laboratory import Arm, Laboratory, Setting, horizons, pretrained
 from fp8rl.study import figures
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from fp8rl.build import Machine, build, build_population
-from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
+from fp8rl.machine.hardware import origin
 from fp8rl.rollout import unroll
 from fp8rl.train import Run, iterate
 

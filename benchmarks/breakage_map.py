@@ -32,8 +32,8 @@ from ladder import EARLIER
 from matplotlib.patches import Rectangle
 from tasks import CART, LQR, above_optimum
 
-from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
+from fp8rl.machine.hardware import origin
 from fp8rl.study import comparison, parallel
 from fp8rl.study.statistics import fails
 

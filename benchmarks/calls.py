@@ -19,8 +19,8 @@ from files import table_of
 from torch.profiler import ProfilerActivity, profile
 
 from fp8rl.build import build
-from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
+from fp8rl.machine.hardware import origin
 from fp8rl.train import Run
 
 CONFIG = Config(steps=10**6, eval_every=0)

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fp8rl.bits import LowBitAdam
-from fp8rl.cli.throughput import origin
+from fp8rl.machine.hardware import origin
 from fp8rl.study import figures
 
 ARMS = {

@@ -21,9 +21,9 @@ import torch
 from matplotlib.figure import Figure
 
 from fp8rl.build import build
-from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
 from fp8rl.history import History
+from fp8rl.machine.hardware import origin
 from fp8rl.replay.ring import ReplayBuffer
 from fp8rl.study import comparison, figures, parallel
 from fp8rl.study.statistics import fails

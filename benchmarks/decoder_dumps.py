@@ -34,8 +34,8 @@ import torch
 from files import table_of
 
 from fp8rl.bits import mismatch
-from fp8rl.cli.throughput import origin
 from fp8rl.dumps.mismatch import MismatchReport
+from fp8rl.machine.hardware import origin
 
 SOUND = "sound"
 UNDECIDED = "rounding or bug"

@@ -31,8 +31,8 @@ from files import table_of
 
 from fp8rl.bits import mismatch
 from fp8rl.bits.formats import Format, format_of, rounded, scaled
-from fp8rl.cli.throughput import origin
 from fp8rl.dumps.symptoms import SIZE
+from fp8rl.machine.hardware import origin
 
 PROMPTS = 8
 SEQUENCES = 512  # in a dump

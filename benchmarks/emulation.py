@@ -34,7 +34,7 @@ from files import table_of
 
 from fp8rl.bits import LowBitAdam, adam
 from fp8rl.bits.packed_tensors import unpack
-from fp8rl.cli.throughput import origin
+from fp8rl.machine.hardware import origin
 
 SIZE = 4096  # numbers of the one tensor
 STEPS = 1_000

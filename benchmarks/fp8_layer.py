@@ -19,11 +19,11 @@ import sys
 from pathlib import Path
 
 import torch
+from speed.throughput import seconds_of
 from torch import nn
 
-from fp8rl.cli.throughput import commit, seconds_of
 from fp8rl.machine.cuda_graphs import Graphed
-from fp8rl.machine.hardware import arithmetic, load_kernels
+from fp8rl.machine.hardware import arithmetic, commit, load_kernels
 from fp8rl.precision import Precision
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")

@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 from files import table_of
 
-from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
 from fp8rl.fp8 import E4M3, E5M2, LARGEST_FLOAT8, Quantized, cast, quantize, scaled_matmul
+from fp8rl.machine.hardware import origin
 
 PACKAGES = "mmaemu", "torchao"
 LENGTHS = 64, 1_024, 4_096, 16_384  # K, the products of a sum

@@ -20,8 +20,8 @@ import numpy as np
 import tasks
 import torch
 
-from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
+from fp8rl.machine.hardware import origin
 from fp8rl.study import parallel
 
 LANDER = "LunarLander-v3"

@@ -23,9 +23,9 @@ import tasks
 from files import Journal, table_of
 
 from fp8rl.build import Machine, build
-from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
 from fp8rl.history import History
+from fp8rl.machine.hardware import origin
 from fp8rl.study import parallel
 from fp8rl.train import train
 

@@ -30,7 +30,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from fp8rl.cli.throughput import origin
+from fp8rl.machine.hardware import origin
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOK = ROOT / "notebooks/fp8_actor_critic.ipynb"

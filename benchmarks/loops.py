@@ -16,7 +16,7 @@ from pathlib import Path
 
 from files import table_of
 
-from fp8rl.cli.throughput import origin
+from fp8rl.machine.hardware import origin
 
 SCRIPTS = {"fp8rl": ["ours", "--variant", "on-policy"], "JAX": ["jax_loop"]}
 UPDATES = (1, 3)

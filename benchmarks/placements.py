@@ -19,8 +19,8 @@ import torch
 from files import table_of
 
 from fp8rl.build import Machine, build
-from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
+from fp8rl.machine.hardware import origin
 from fp8rl.precision import available_precisions
 from fp8rl.train import train
 

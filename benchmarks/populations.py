@@ -1,6 +1,6 @@
 """How fast are S agents as one batch, beside JAX's vmap and beside studies one by one?
 
-Ours is `python -m fp8rl bench --agents`, a process on each core with its share of the agents. The
+Ours is `speed/throughput.py --agents`, a process on each core with its share of the agents. The
 JAX loop is speed/jax_population.py, once with all agents in a process that may use all cores, once
 like ours with a process on each. Contestants take turns, and medians over the rounds count. All
 train in float32 on policy, 16 environments an agent, 32 steps a rollout; the studies have the
@@ -27,9 +27,8 @@ from pathlib import Path
 
 from files import table_of
 
-from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
-from fp8rl.machine.hardware import cores
+from fp8rl.machine.hardware import cores, origin
 from fp8rl.study import parallel
 
 HERE = Path(__file__).parent
@@ -48,9 +47,9 @@ def together(commands: list[list]) -> list[dict]:
     return [json.loads(process.communicate()[0].splitlines()[-1]) for process in began]
 
 
-def bench(agents: int, seconds: float, *options: str) -> list:
-    words = ["-m", "fp8rl", "bench", "--agents", agents, "--num-envs", 16, "--precision", "fp32"]
-    return [*words, "--seconds", seconds, "--json", *options]
+def ours(agents: int, seconds: float, *options: str) -> list:
+    script = HERE / "speed/throughput.py"
+    return [script, "--agents", agents, "--num-envs", 16, "--seconds", seconds, *options]
 
 
 def jax(agents: int, seconds: float, *options) -> list:
@@ -61,7 +60,7 @@ def jax(agents: int, seconds: float, *options) -> list:
 def contestants_on_cpu(seconds: float) -> dict:
     """Functions that make the commands for S agents."""
     return {
-        "fp8rl, a process on each core": lambda s: [bench(s // CORES, seconds)] * CORES,
+        "fp8rl, a process on each core": lambda s: [ours(s // CORES, seconds)] * CORES,
         "JAX under vmap": lambda s: [jax(s, seconds)],
         "JAX under vmap, unrolled": lambda s: [jax(s, seconds, "--variant", "unrolled")],
         "JAX under vmap, a process on each core": lambda s: [
@@ -73,9 +72,9 @@ def contestants_on_cpu(seconds: float) -> dict:
 def contestants_on_cuda(seconds: float) -> dict:
     return {
         "fp8rl, each operation launched": lambda s: [
-            bench(s, seconds, "--device", "cuda", "--no-graph")
+            ours(s, seconds, "--device", "cuda", "--no-graph")
         ],
-        "fp8rl, an iteration as one graph": lambda s: [bench(s, seconds, "--device", "cuda")],
+        "fp8rl, an iteration as one graph": lambda s: [ours(s, seconds, "--device", "cuda")],
         "JAX under vmap, float32": lambda s: [jax(s, seconds, "--matmul", "float32")],
         "JAX under vmap, TF32": lambda s: [jax(s, seconds)],
     }

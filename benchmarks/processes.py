@@ -32,13 +32,13 @@ import psutil
 import torch
 from files import table_of
 from gymnasium.envs.classic_control import CartPoleEnv
+from speed import throughput
 
 from fp8rl.build import build
-from fp8rl.cli import throughput
-from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
 from fp8rl.history import History
 from fp8rl.machine import plan, processes
+from fp8rl.machine.hardware import origin
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.rollout import Collector

@@ -24,8 +24,8 @@ import numpy as np
 import tasks
 import torch
 
-from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
+from fp8rl.machine.hardware import origin
 from fp8rl.study import comparison, parallel
 
 SEEDS = range(9000, 9030)  # the settings of the arms were tried on 100 to 115

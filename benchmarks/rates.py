@@ -32,9 +32,9 @@ from files import Journal, chosen, last_line, table_of
 from twin import FASTEST, PARTS, SLOWEST, ruler_of
 
 from fp8rl.build import build, build_population
-from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
 from fp8rl.doctor import Doctor
+from fp8rl.machine.hardware import origin
 from fp8rl.model import parameters_in_order
 from fp8rl.study import figures
 from fp8rl.study.statistics import is_failure, share_lost

@@ -28,8 +28,8 @@ from files import Journal, table_of
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
 
-from fp8rl.cli.throughput import origin
 from fp8rl.doctor import Doctor
+from fp8rl.machine.hardware import origin
 
 # What is imported -> its name for pip
 PACKAGES = {

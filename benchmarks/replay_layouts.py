@@ -38,7 +38,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from fp8rl.cli.throughput import origin
+from fp8rl.machine.hardware import origin
 from fp8rl.replay.layouts import STORES, transitions_of
 from fp8rl.replay.ring import ReplayBuffer
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout

@@ -38,11 +38,11 @@ import gymnasium
 import numpy as np
 import torch
 from files import table_of
+from speed import throughput
 
-from fp8rl.cli import throughput
-from fp8rl.cli.throughput import origin
 from fp8rl.disk.mapped_ring import MappedRing
 from fp8rl.env import STATE_BOUNDS
+from fp8rl.machine.hardware import origin
 from fp8rl.replay.ring import ReplayBuffer
 from fp8rl.rollout import DUMMY, TRUNCATED, Rollout
 

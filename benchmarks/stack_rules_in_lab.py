@@ -27,8 +27,7 @@ import torch
 from acting import RESULTS, Cell, Experiment, Job, Key, cells_of, successes, two_places
 from files import Journal, table_of
 
-from fp8rl.cli.throughput import origin
-from fp8rl.machine.hardware import keep_freed_memory
+from fp8rl.machine.hardware import keep_freed_memory, origin
 from fp8rl.sequences.corrections import mismatch_weight
 from fp8rl.sequences.laboratory import Arm, Laboratory, Setting
 

@@ -33,8 +33,8 @@ import numpy as np
 from files import Journal, table_of
 from strangers import RETURN, VALIDATION, prepare_text
 
-from fp8rl.cli.throughput import origin
 from fp8rl.doctor.findings import NOT_JUDGED, WORDS
+from fp8rl.machine.hardware import origin
 
 STACKS = (
     "model=bf16",

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from files import Journal, table_of
 
-from fp8rl.cli.throughput import origin
+from fp8rl.machine.hardware import origin
 
 FORMATS = (
     "weights=bf16",

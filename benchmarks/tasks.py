@@ -52,12 +52,11 @@ from optimum import optimal_returns
 from torch import nn
 
 from fp8rl.build import Machine, build
-from fp8rl.cli.throughput import origin
 from fp8rl.config import EIGHT_BIT, Config
 from fp8rl.env import Cart
 from fp8rl.evaluate import Evaluator
 from fp8rl.history import History
-from fp8rl.machine.hardware import cores
+from fp8rl.machine.hardware import cores, origin
 from fp8rl.study import comparison, figures, parallel
 from fp8rl.tasks import lqr
 from fp8rl.tasks.by_id import task_of

@@ -29,8 +29,8 @@ import torch
 from files import table_of
 
 from fp8rl.build import build
-from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
+from fp8rl.machine.hardware import origin
 from fp8rl.train import Run
 
 ROOT = Path(__file__).parent.parent

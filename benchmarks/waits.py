@@ -53,8 +53,7 @@ import matplotlib.pyplot as plt
 import strangers
 from files import Journal, table_of
 
-from fp8rl.cli.throughput import origin
-from fp8rl.machine.hardware import cores, hardware
+from fp8rl.machine.hardware import cores, hardware, origin
 
 ROOT = Path(__file__).parent.parent
 FIRST_SEED = 1000  # no setting was chosen on these seeds

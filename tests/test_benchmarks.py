@@ -34,12 +34,12 @@ import torch
 import twin
 import waits
 from files import Journal
-from helpers import SMALL, TINY, bang_bang, run_cli, small, trained
+from helpers import SMALL, TINY, bang_bang, small, trained
 from matplotlib.figure import Figure
 from PIL import Image
+from speed import throughput
 
 from fp8rl.build import build_population
-from fp8rl.cli import throughput
 from fp8rl.config import Config
 from fp8rl.dumps.mismatch import MEANING
 from fp8rl.dumps.symptoms import BITS_LEFT
@@ -332,17 +332,18 @@ def three_dumps_of_a_decoder(module, out: Path) -> None:
 
 
 def commands_here(module, monkeypatch) -> None:
-    """The command `bench` in this process, and without JAX."""
+    """Our loop in this process, and without JAX."""
 
     def together(commands: list[list]) -> list[dict]:
         rows = []
         for words in commands:
-            if "bench" not in words:
+            script, *options = map(str, words)
+            if not script.endswith("throughput.py"):
                 rows.append({"train_steps_per_second": 1.0})
                 continue
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
-                run_cli(*words[2:])
+                throughput.main(options)
             rows.append(json.loads(printed.getvalue()))
         return rows
 

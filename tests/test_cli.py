@@ -301,7 +301,7 @@ def test_what_ends_a_command_is_one_line(error, code, line, monkeypatch, capsys)
 
     monkeypatch.setattr(command_line, "run_command", fail)
     with pytest.raises(SystemExit) as caught:
-        run_cli("bench")
+        run_cli("memory")
     said = capsys.readouterr().err
     assert caught.value.code == code
     assert re.match(f"fp8rl: {line}", said) and said.count("\n") == 1
@@ -572,14 +572,3 @@ def test_memory_counts_the_whole_capacity_of_a_ring_in_a_folder_and_the_room_on_
     assert result["available_bytes"] == 12_345_678_901
     # In memory, only what the run can fill
     assert memory_of(capsys, *options)["predicted_bytes"] == 1_769_760
-
-
-def test_bench_prints_json_a_width(capsys):
-    options = ["--precision", "fp32", "--seconds", 0.1, "--json"]
-    run_cli("bench", "--num-envs", 16, "--hidden-size", 16, 32, *options)
-    narrow, wide = json.loads(capsys.readouterr().out)
-    assert (narrow["hidden_size"], wide["hidden_size"]) == (16, 32)
-    assert narrow["num_envs"] == 16 and narrow["train_steps_per_second"] > 0
-    run_cli("bench", "--agents", 2, "--num-envs", 4, *options)
-    result = json.loads(capsys.readouterr().out)
-    assert result["agents"] == 2 and result["train_steps_per_second"] > 0

@@ -11,15 +11,15 @@ iteration all but the first learn from the ring, from as many rows as a rollout 
 import dataclasses
 
 import common
+from throughput import loop_without_replay
 
 from fp8rl.build import build
-from fp8rl.cli.throughput import Loop
 from fp8rl.config import Config
 from fp8rl.train import iterate
 
 
 def on_policy(options) -> Config:
-    config = Loop(options.num_envs, options.rollout_length).config()
+    config = loop_without_replay(options.num_envs, options.rollout_length)
     fields = {
         "seed": options.seed,
         "steps": options.steps,
