@@ -42,7 +42,7 @@ from fp8rl.machine.hardware import origin
 from fp8rl.replay.layouts import STORES, transitions_of
 from fp8rl.replay.ring import ReplayBuffer
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
-from fp8rl.tasks.cartpole import CartPole
+from fp8rl.tasks.classic_control import CartPole
 
 try:
     import torchrl

@@ -24,7 +24,7 @@ from fp8rl.disk.run_folder import Folder
 from fp8rl.env import Cart
 from fp8rl.machine import hardware
 from fp8rl.replay.layouts import LAYOUTS
-from fp8rl.tasks.cartpole import CartPole
+from fp8rl.tasks.classic_control import CartPole
 from fp8rl.train import iterate
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
