@@ -33,7 +33,7 @@ from .low_bit_adam_options import (
     refuse_wrong_settings,
 )
 from .notation import STATE
-from .packed_tensors import Packed, packed_kinds, unpack
+from .packed_tensors import pack, unpack
 from .packed_weights import Noise, PackingOptimizer, ParameterStates
 from .places import PlaceFormat, places_of
 
@@ -86,7 +86,7 @@ class LowBitAdam(PackingOptimizer):
     >>> model(torch.randn(8, 64)).square().mean().backward()
     >>> optimizer.step()
     >>> print(optimizer.describe().splitlines()[-1])
-    stored: 3.01 bytes a parameter, 3.00 without scales
+    stored: 3.01 bytes a parameter
     """
 
     def __init__(
@@ -294,20 +294,23 @@ class LowBitAdam(PackingOptimizer):
 
     def _fits(self, p: torch.Tensor, saved: dict) -> bool:
         """Whether a saved state is one that this parameter can have."""
-        places = self.places_of_parameter[p]
-        kinds = {name: (x.shape, x.dtype) for name, x in saved.items()}
-        weights_only = {}
-        if "weights" in places:
-            weights_only = packed_kinds(p, "weights", places["weights"])
-        if not saved or kinds == weights_only:
+        if not saved:
             return True
-        second = self.second(p)
-        moments = packed_kinds(p, "m", places.get("m")) | packed_kinds(
-            p, second, places.get(second)
+        places = self.places_of_parameter[p]
+        names = ["weights"] if "weights" in places else []
+        expected = {}
+        if "step" in saved:
+            names += ["m", self.second(p)]
+            expected["step"] = torch.zeros(())
+        for name in names:
+            codes, scale = pack(torch.zeros(p.shape), places.get(name))
+            expected[name] = codes
+            if scale is not None:
+                expected[f"{name}_scale"] = scale
+        kinds, expected_kinds = (
+            {name: (x.shape, x.dtype) for name, x in state.items()} for state in (saved, expected)
         )
-        step = {"step": (torch.Size(), torch.float32)}
-        # The step is the number of the next draw of noise.
-        return kinds == step | moments | weights_only and 0 <= float(saved["step"]) < 2**32
+        return kinds == expected_kinds
 
     def __reduce_ex__(self, protocol):
         raise TypeError(
@@ -315,39 +318,22 @@ class LowBitAdam(PackingOptimizer):
         )
 
     def describe(self) -> str:
-        """The types and sizes of everything that is stored, in lines.
+        """The bytes of everything that is stored, with its scales, in a line for each place.
 
-        The last line has the bytes per parameter, with scales and without. Parameters that have
-        not taken a step are not counted.
+        The last line has the bytes per parameter. Parameters that have not taken a step are not
+        counted.
         """
         self.sync()
         begun = [p for p in self.parameters if self.state_of(p)]
-        left_alone = [p for p in self.parameters if not self.state_of(p)]
-        total_bytes = 0
-        total_code_bytes = 0
-        lines = []
-        for place in ("weights", "m", "v", "root"):
-            by_dtype: dict[torch.dtype, list[Packed]] = {}
-            for p in begun:
-                if place == "weights" or place in self.state_of(p):
-                    codes, scale = self.stored(p, place)
-                    by_dtype.setdefault(codes.dtype, []).append((codes, scale))
-            for dtype, packed in by_dtype.items():
-                code_bytes = sum(codes.nbytes for codes, _ in packed)
-                scale_bytes = sum(scale.nbytes for _, scale in packed if scale is not None)
-                total_code_bytes += code_bytes
-                total_bytes += code_bytes + scale_bytes
-                label = "root of v" if place == "root" else place
-                kind = str(dtype).removeprefix("torch.")
-                sizes = f"{code_bytes:,} bytes and {scale_bytes:,} of scales"
-                lines.append(f"{label}: {len(packed)} tensors, {kind}, {sizes}")
-        if left_alone:
-            count = sum(p.numel() for p in left_alone)
-            lines.append(f"left alone: {len(left_alone)} tensors, {count:,} numbers, no step yet")
+        sizes = dict.fromkeys(STATE, 0)
+        for p in begun:
+            for name, x in {"weights": p, **self.state_of(p)}.items():
+                if name != "step":
+                    sizes[name.removesuffix("_scale")] += x.nbytes
+        lines = [f"{place}: {size:,} bytes" for place, size in sizes.items() if size]
+        left = [p.numel() for p in self.parameters if not self.state_of(p)]
+        if left:
+            lines.append(f"left alone: {len(left)} tensors, {sum(left):,} numbers, no step yet")
         numbers = sum(p.numel() for p in begun)
-        if not numbers:
-            return "\n".join([*lines, "stored: nothing"])
-        counted = total_bytes / numbers
-        without_scales = total_code_bytes / numbers
-        per_parameter = f"{counted:.2f} bytes a parameter, {without_scales:.2f} without scales"
-        return "\n".join([*lines, f"stored: {per_parameter}"])
+        each = sum(sizes.values()) / max(1, numbers)
+        return "\n".join([*lines, f"stored: {each:.2f} bytes a parameter"])
