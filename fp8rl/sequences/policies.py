@@ -166,56 +166,22 @@ class RecurrentPolicies(Policies):
         """Log-probabilities of the whole vocabulary at each step, [T, S, B, V], with gradient."""
         recurrent = rounding.straight_through(rounding.matmul_weight, self.parameters["recurrent"])
         head = rounding.straight_through(rounding.other, self.parameters["head"])
-        hidden = Recurrence.apply(self.layer_inputs(tokens, prompt, rounding), recurrent, rounding)
+        hidden = recurrence(self.layer_inputs(tokens, prompt, rounding), recurrent, rounding)
         head_input = rounding.straight_through(rounding.other, hidden)
         logits = torch.matmul(head_input, head) + self.parameters["head_bias"]
         return rounding.straight_through(rounding.other, logits).log_softmax(-1)
 
 
-class Recurrence(torch.autograd.Function):
-    """All states h[t] = tanh(x[t] + U q(h[t-1])), [T, S, B, H], with the gradient by hand.
+def recurrence(layer_inputs, recurrent, rounding: Rounding) -> torch.Tensor:
+    """All states h[t] = tanh(x[t] + U q(h[t-1])), [T, S, B, H].
 
-    q is the rounding of a matmul's input; its gradient passes straight through. `recurrence_plain`
-    is the same by autograd, which keeps each step's graph and takes about twice as long.
+    q is the rounding of a matmul's input; its gradient passes straight through.
     """
-
-    @staticmethod
-    def forward(ctx, layer_inputs, recurrent, rounding: Rounding):
-        hidden = torch.empty_like(layer_inputs)
-        torch.tanh(layer_inputs[0], out=hidden[0])
-        for t in range(1, len(hidden)):
-            hidden_input = rounding.matmul_input(hidden[t - 1])
-            total = torch.baddbmm(layer_inputs[t], hidden_input, recurrent)
-            torch.tanh(total, out=hidden[t])
-        ctx.rounding = rounding
-        ctx.save_for_backward(recurrent, hidden)
-        return hidden
-
-    @staticmethod
-    def backward(ctx, hidden_gradient):
-        recurrent, hidden = ctx.saved_tensors
-        transposed = recurrent.transpose(1, 2)
-        gradient = torch.empty_like(hidden)  # gradient of the argument of tanh
-        last = len(hidden) - 1
-        for t in range(last, -1, -1):
-            total = hidden_gradient[t]
-            if t < last:
-                total = torch.baddbmm(total, gradient[t + 1], transposed)
-            torch.ops.aten.tanh_backward.grad_input(total, hidden[t], grad_input=gradient[t])
-        # The sum over time and batch of q(h[t-1]) times gradient[t], for each policy.
-        hidden_inputs = ctx.rounding.matmul_input(hidden[:-1])
-        rows = hidden_inputs.permute(1, 3, 0, 2).flatten(2)  # [S, H, (T - 1) * B]
-        columns = gradient[1:].permute(1, 0, 2, 3).flatten(1, 2)  # [S, (T - 1) * B, H]
-        return gradient, torch.bmm(rows, columns), None
-
-
-def recurrence_plain(layer_inputs, recurrent, rounding: Rounding) -> torch.Tensor:
-    """The plain form of `Recurrence.apply`, which computes the same."""
     hidden = []
     state = torch.zeros_like(layer_inputs[0])
     for layer_input in layer_inputs:
         state_input = rounding.straight_through(rounding.matmul_input, state)
-        state = torch.tanh(layer_input + state_input @ recurrent)
+        state = torch.tanh(torch.baddbmm(layer_input, state_input, recurrent))
         hidden.append(state)
     return torch.stack(hidden)
 
