@@ -210,11 +210,11 @@ def test_an_address_where_no_scheduler_answers_is_refused(tmp_path, monkeypatch,
         address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
         words = [*STUDY, "--out", tmp_path / "a", "--scheduler"]
         said = refusal(capsys, *words, address)
-    assert said.startswith(f"scheduler is {address}, where none answers (")
+    assert said.startswith(f"scheduler is {address}, where none answers or no worker is (")
     for address in ("127.0.0.1:8786", "http://127.0.0.1:8786", "tcp://127.0.0.1"):
         assert refusal(capsys, *words, address).startswith(f"scheduler is {address!r}: use an ")
     options = {"dashboard_address": ":0", "host": "127.0.0.1", "protocol": "tcp"}
     with distributed.LocalCluster(n_workers=0, processes=False, **options) as empty:
         said = refusal(capsys, *words, empty.scheduler_address)
-        assert "which has no worker: start some with dask worker tcp://127.0.0.1:" in said
+        assert "workers with dask worker tcp://127.0.0.1:" in said
     assert not list(tmp_path.iterdir())

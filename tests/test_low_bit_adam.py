@@ -231,8 +231,8 @@ def test_a_state_continues_bit_for_bit(tmp_path, formats, attached):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda state: state.update(formats="weights=e4m3 m=e4m3 root=e4m3"),
-        lambda state: state.pop("formats"),
+        lambda state: state["param_groups"][0].update(formats="weights=e4m3 m=e4m3 root=e4m3"),
+        lambda state: state["param_groups"][0].pop("formats"),
         lambda state: state["state"][1].pop("weights"),
         lambda state: state["state"][1].update(m=state["state"][1]["m"].float()),
         lambda state: state["state"][1].update(m=state["state"][0]["m"]),

@@ -35,7 +35,7 @@ from .low_bit_adam_options import (
 from .notation import STATE
 from .packed_tensors import pack, unpack
 from .packed_weights import Noise, PackingOptimizer, ParameterStates
-from .places import PlaceFormat, places_of
+from .places import PlaceFormat
 
 
 def seeded_noise(seed: int) -> Callable:
@@ -240,9 +240,9 @@ class LowBitAdam(PackingOptimizer):
         p.copy_(row.view(p.shape))
 
     def state_dict(self) -> dict:
-        """The state as in torch, with the formats. Later steps do not change it."""
+        """The state as in torch. Later steps do not change it."""
         self.sync()
-        return {**super().state_dict(), "formats": str(self.places)}
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads a state, as in torch.
@@ -254,12 +254,9 @@ class LowBitAdam(PackingOptimizer):
             problem = f"does not fit these parameters with formats {str(self.places)!r}"
             raise ValueError(f"the state {problem}: resume with its own formats")
         self.fill()
-        formats_of_groups = [group["formats"] for group in self.param_groups]
         # Without the state, because torch would make codes float32.
         super().load_state_dict({**state_dict, "state": {}})
         self.state = ParameterStates()
-        for group, formats in zip(self.param_groups, formats_of_groups, strict=True):
-            group["formats"] = formats  # which a state of an earlier version does not have
         self.versions.clear()
         for p, saved in zip(self.parameters, saved_states, strict=True):
             if saved:
@@ -273,23 +270,18 @@ class LowBitAdam(PackingOptimizer):
 
     def _saved_states(self, state_dict: dict) -> list[dict] | None:
         """The state of each parameter in a saved state, or None if it does not fit."""
+        states = []
         # A damaged state has other types, or misses something.
         with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
-            formats = state_dict["formats"]
-            if places_of(formats, STATE) != self.places:
-                return None
-            all_states = []
             groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
             for group, saved_group in groups:
-                states = [state_dict["state"].get(i, {}) for i in saved_group["params"]]
-                if "formats" not in saved_group and not all(states):
-                    return None  # earlier versions had a state for each parameter
-                places = places_of(saved_group.get("formats", formats), STATE)
-                for p, saved in zip(group["params"], states, strict=True):
-                    if places != self.places_of_parameter[p] or not self._fits(p, saved):
+                if saved_group["formats"] != group["formats"]:
+                    return None
+                for p, i in zip(group["params"], saved_group["params"], strict=True):
+                    states.append(state_dict["state"].get(i, {}))
+                    if not self._fits(p, states[-1]):
                         return None
-                all_states += states
-            return all_states
+            return states
         return None
 
     def _fits(self, p: torch.Tensor, saved: dict) -> bool:

@@ -14,14 +14,12 @@ import tyro
 
 from ..config import Config
 from ..disk.run_folder import Folder, read_mark, require_free
-from ..env import Cart
 from ..history import History
 from ..machine.hardware import cores, origin
 from ..population.batches import shared
 from ..study import comparison as study
 from ..study import parallel
 from ..study.dask_cluster import Cluster, dask_cluster
-from ..tasks.by_id import task_of
 from .arguments import Unchecked, checked
 
 
@@ -79,8 +77,10 @@ def compare(
             comparison, threshold=study.threshold_of(comparison.env_id)
         )
     numbers = dataclasses.asdict(sweep)
+    for name, values in numbers.items():
+        if not values:
+            raise ValueError(f"{name} is empty: give at least one value")
     arms = arms_of(comparison, numbers)
-    require_different(arms, comparison, numbers)
     arm_of = {config: arm for arm, configs in arms.items() for config in configs}
     with contextlib.ExitStack() as stack:
         cluster = None if scheduler is None else stack.enter_context(dask_cluster(scheduler))
@@ -155,23 +155,6 @@ def arms_of(comparison: study.Comparison, numbers: dict[str, tuple]) -> dict[str
     return arms
 
 
-def require_different(
-    arms: dict[str, list[Config]], comparison: study.Comparison, numbers: dict[str, tuple]
-) -> None:
-    """Raises ValueError for options without a value, and for two arms that are one."""
-    for name, values in {"precisions": comparison.precisions, **numbers}.items():
-        if not values:
-            raise ValueError(f"{name} is empty: give at least one value")
-        if len({*values}) < len(values):
-            raise ValueError(f"{name} is {' '.join(map(str, values))}: give each value once")
-    # None and the number that it stands for are one
-    last_arm = {in_numbers(configs[0]): arm for arm, configs in arms.items()}
-    for arm, configs in arms.items():
-        other = last_arm[in_numbers(configs[0])]
-        if other != arm:
-            raise ValueError(f"{arm} is {other}: give each value once")
-
-
 def workers_of(out: Path, overwrite: bool) -> int | None:
     """The number of workers of the study in a folder that goes on, if there is one."""
     mark = {} if overwrite else read_mark(out)
@@ -187,17 +170,6 @@ def require(tasks: list[parallel.Batch], workers: int, cluster: Cluster | None) 
         print(f"fp8rl: warning: {warning}", file=sys.stderr)
     busiest = max(cluster.threads_by_host.values())
     cluster.submit(parallel.require, tasks, workers, busiest).result()
-
-
-def in_numbers(config: Config) -> Config:
-    """A config with numbers where None leaves them to the width or to a task that is known without
-    making it."""
-    task = task_of(config.env_id) if config.env_id else Cart
-    if task:
-        return config.settled(task)
-    if config.learning_rate is None:
-        return dataclasses.replace(config, learning_rate=config.learning_rate_of_width)
-    return config
 
 
 def in_words(value: float | None) -> str:

@@ -271,6 +271,7 @@ def table(results: list[dict], arms: list[str], threshold: float = THRESHOLD) ->
         else:
             is_close = np.abs(bootstrap_interval(difference)).max() <= MARGIN
             verdict = "pass" if values.min() >= threshold and is_close else "fail"
+        gained = trained[name] - trained[baseline]
         cells = (
             name,
             with_interval(values),
@@ -279,21 +280,11 @@ def table(results: list[dict], arms: list[str], threshold: float = THRESHOLD) ->
             "" if name == baseline else with_interval(difference, signed=True),
             verdict,
             median_of(first[name], ",.0f"),
-            *while_training(trained[name], trained[baseline], is_first=name == baseline),
+            with_interval(trained[name]),
+            "" if name == baseline else with_interval(gained, signed=True),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def while_training(values: np.ndarray, first: np.ndarray, is_first: bool) -> tuple[str, str]:
-    """Two cells: the returns while training of an arm, and their difference to the first arm."""
-    known = ~np.isnan(values)
-    if not known.any():
-        return "-", "-"
-    paired = known & ~np.isnan(first)
-    hidden = is_first or not paired.any()
-    difference = "" if hidden else with_interval((values - first)[paired], signed=True)
-    return with_interval(values[known]), difference
 
 
 def median_of(values: np.ndarray, form: str) -> str:
@@ -304,8 +295,11 @@ def median_of(values: np.ndarray, form: str) -> str:
 
 
 def with_interval(values: np.ndarray, signed: bool = False) -> str:
-    """An interquartile mean as text, with its 95% bootstrap interval if there are FEWEST seeds or
-    more."""
+    """The interquartile mean of values that are not NaN as text, with its 95% bootstrap interval if
+    there are FEWEST of them or more; "-" if there is none."""
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return "-"
     form = "+.2f" if signed else ".2f"
     text = f"{iqm(values):{form}}"
     if len(values) < FEWEST:

@@ -14,7 +14,6 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from types import ModuleType
 
 import torch
 
@@ -116,59 +115,6 @@ def dask_cluster(address: str) -> Iterator[Cluster]:
     of another version; OSError if no scheduler answers or no worker is there; ChildProcessError if
     a batch was given up.
     """
-    distributed = imported()
-    if not re.fullmatch(r"(tcp|tls)://[^/]+:\d+", address):
-        raise ValueError(
-            f"scheduler is {address!r}: use an address such as tcp://192.168.0.2:8786, "
-            "which dask scheduler prints"
-        )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(silenced("distributed.client"))
-        client = stack.enter_context(connected(distributed, address))
-        try:
-            yield Cluster(client)
-        except distributed.KilledWorker as error:
-            raise ChildProcessError(
-                f"a batch was given up, because the Dask workers died that trained it, the last of "
-                f"them {error.last_worker.address}: see what they print, then run the command again"
-            ) from error
-
-
-def connected(distributed: ModuleType, address: str):
-    """A `distributed.Client` of a scheduler that has a worker, or ConnectionError."""
-    try:
-        client = distributed.Client(address, timeout=PATIENCE, set_as_default=False)
-    # TypeError where tls has no certificates
-    except (OSError, distributed.TimeoutError, TypeError) as error:
-        raise ConnectionError(
-            f"scheduler is {address}, where none answers ({' '.join(str(error).split())}): "
-            "start it with dask scheduler"
-        ) from error
-    try:
-        client.wait_for_workers(1, timeout=PATIENCE)
-    except distributed.TimeoutError as error:
-        client.close()
-        raise ConnectionError(
-            f"scheduler is {address}, which has no worker: "
-            f"start some with dask worker {address} --nthreads 1"
-        ) from error
-    return client
-
-
-@contextlib.contextmanager
-def silenced(logger: str) -> Iterator[None]:
-    """Keeps a logger from printing tracebacks of what is raised as well."""
-    found = logging.getLogger(logger)
-    level = found.level
-    found.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        found.setLevel(level)
-
-
-def imported() -> ModuleType:
-    """The package distributed. Raises ValueError unless it can be imported."""
     try:
         import distributed
     except ImportError as error:
@@ -176,4 +122,29 @@ def imported() -> ModuleType:
             f"scheduler is given, and the package distributed cannot be imported ({error}): "
             "pip install distributed, or leave the scheduler out"
         ) from error
-    return distributed
+    if not re.fullmatch(r"(tcp|tls)://[^/]+:\d+", address):
+        raise ValueError(
+            f"scheduler is {address!r}: use an address such as tcp://192.168.0.2:8786, "
+            "which dask scheduler prints"
+        )
+    # It would print tracebacks of what is raised as well
+    logging.getLogger("distributed.client").setLevel(logging.CRITICAL + 1)
+    with contextlib.ExitStack() as stack:
+        try:
+            client = distributed.Client(address, timeout=PATIENCE, set_as_default=False)
+            stack.enter_context(client)
+            client.wait_for_workers(1, timeout=PATIENCE)
+        # TypeError where tls has no certificates
+        except (OSError, distributed.TimeoutError, TypeError) as error:
+            raise ConnectionError(
+                f"scheduler is {address}, where none answers or no worker is "
+                f"({' '.join(str(error).split())}): start it with dask scheduler, and workers with "
+                f"dask worker {address} --nthreads 1"
+            ) from error
+        try:
+            yield Cluster(client)
+        except distributed.KilledWorker as error:
+            raise ChildProcessError(
+                f"a batch was given up, because the Dask workers died that trained it, the last of "
+                f"them {error.last_worker.address}: see what they print, then run the command again"
+            ) from error
