@@ -116,7 +116,7 @@ def test_events_that_no_run_wrote_are_not_touched(tmp_path, capsys):
         (tmp_path / "b" / "runs.jsonl").touch()
     precious.rename(tmp_path / "b" / precious.name)
     said = refusal(capsys, "train", *TINY, "--out", tmp_path / "b", "--overwrite")
-    assert "whose events.out.tfevents.1.host no run wrote" in said
+    assert "holds other files ('events.out.tfevents.1.host')" in said
     assert (tmp_path / "b" / precious.name).read_text() == "precious"
 
 

@@ -45,7 +45,7 @@ from ..history import History
 from ..machine.hardware import cores, keep_freed_memory, one_core
 from ..machine.plan import plan_run
 from ..population.batches import batches, obstacle, require_one_population
-from ..tasks.gymnasium_env import EnvironmentFailed, children_ignore_interrupts
+from ..tasks.gymnasium_env import EnvironmentFailed
 from ..train import iterate
 from .batch_file import BatchFile
 
@@ -296,11 +296,6 @@ class LocalProcesses(ProcessPoolExecutor):
         context.set_forkserver_preload(["torch"])
         self.others = set(multiprocessing.active_children())
         super().__init__(processes, context, _begin_process, (steps, os.getpid()))
-
-    def submit(self, function, /, *arguments, **options) -> Future:
-        """As ProcessPoolExecutor, which starts its processes here."""
-        with children_ignore_interrupts():
-            return super().submit(function, *arguments, **options)
 
     def __exit__(self, kind, error, traceback) -> None:
         if kind:
