@@ -28,14 +28,15 @@ import torch
 from . import adam
 from .low_bit_adam_options import (
     places_to_keep,
-    refuse_ignored_options,
-    refuse_options_of_adam,
+    refuse_unknown_options,
     refuse_wrong_settings,
 )
 from .notation import STATE
 from .packed_tensors import pack, unpack
 from .packed_weights import Noise, PackingOptimizer, ParameterStates
 from .places import PlaceFormat
+
+OPTIONS_OF_GROUP = ("params", "param_names", "name")  # beside Adam's settings and the places
 
 
 def seeded_noise(seed: int) -> Callable:
@@ -68,7 +69,7 @@ class LowBitAdam(PackingOptimizer):
     `weight_decay` is decoupled, as in AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): the
     weights are multiplied by 1 - lr * weight_decay before the step, and the result of both is
     rounded once. `maximize` maximizes the loss. `noise` draws the numbers for stochastic rounding;
-    the default is `seeded_noise(seed)`. Other options of torch's Adam are refused.
+    the default is `seeded_noise(seed)`.
 
     A parameter group may have formats of its own. For example, `{"params": norms, "weights": None}`
     keeps the weights of these parameters in float32.
@@ -100,10 +101,12 @@ class LowBitAdam(PackingOptimizer):
         maximize=False,
         seed=0,
         noise: Callable | None = None,
-        **formats: str | PlaceFormat | None,
+        weights: str | PlaceFormat | None = None,
+        m: str | PlaceFormat | None = None,
+        v: str | PlaceFormat | None = None,
+        root: str | PlaceFormat | None = None,
     ):
-        refuse_options_of_adam(formats)
-        self.places = places_to_keep(formats)
+        self.places = places_to_keep({"weights": weights, "m": m, "v": v, "root": root})
         self.draw_noise = noise or seeded_noise(seed)
         defaults = {
             "lr": lr,
@@ -122,13 +125,12 @@ class LowBitAdam(PackingOptimizer):
         parameter that learns and is empty or not float32, and for options that are not offered.
         """
         group = {**param_group}
-        refuse_options_of_adam(group)
+        refuse_unknown_options(group, (*OPTIONS_OF_GROUP, *self.defaults, *STATE))
         formats_of_group = {name: group.pop(name) for name in STATE if name in group}
         formats = dict(self.places)
         if formats_of_group.keys() & {"v", "root"}:  # the group's takes the place of either
             formats.pop("v", None)
             formats.pop("root", None)
-        refuse_ignored_options(group)
         places = places_to_keep(formats | formats_of_group)
         group["formats"] = str(places)
         refuse_wrong_settings({**self.defaults, **group})

@@ -1,25 +1,15 @@
 """What `LowBitAdam` may be given: formats of places, and options of a call or a group.
 
-Options of torch's Adam that it does not have are refused, because they would be ignored without a
-word.
+Options of a group that it does not have are refused, because they would be ignored without a word.
 """
 
 import math
+from collections.abc import Iterable
 
 from .formats import format_of
 from .notation import STATE, check_named_once, read_entry
 from .places import PlaceFormat, Places
 
-# Options of torch's Adam and AdamW that LowBitAdam does not have. They may be given with a value
-# that asks for nothing.
-OPTIONS_OF_ADAM = (
-    "amsgrad",
-    "capturable",
-    "differentiable",
-    "foreach",
-    "fused",
-    "decoupled_weight_decay",
-)
 FLOAT32 = format_of("fp32")
 
 
@@ -31,9 +21,9 @@ def places_to_keep(formats: dict[str, str | PlaceFormat | None]) -> Places:
     `places_of` does.
     """
     places = Places()
-    for name in dict.fromkeys((*STATE, *formats)):
+    for name in STATE:
         form = formats.get(name)
-        if name in STATE and not form:
+        if not form:
             continue
         if not isinstance(form, PlaceFormat):
             form = read_kept_format(name, str(form))
@@ -53,38 +43,14 @@ def read_kept_format(name: str, text: str) -> PlaceFormat:
     return form
 
 
-def refuse_options_of_adam(options: dict) -> None:
-    """Raises ValueError for an option of torch's Adam that is not offered.
-
-    An option whose value asks for nothing is removed from `options`.
-    """
-    for name in OPTIONS_OF_ADAM:
-        if value := options.pop(name, None):
-            raise ValueError(f"{name} is {value}: leave it out, LowBitAdam does not have it")
-
-
-def refuse_ignored_options(group: dict) -> None:
-    """Raises ValueError for options of a group that would be ignored without a word.
+def refuse_unknown_options(group: dict, known: Iterable[str]) -> None:
+    """Raises ValueError for options of a group that are not `known`.
 
     torch takes any option in a group. Among them may be a misspelt place with its format.
     """
     for name, value in group.items():
-        if name in ("seed", "noise"):
-            raise ValueError(f"{name} is {value} in a group: give it in the call, it holds for all")
-        if name == "formats" or is_format(value):
-            places = ", ".join(STATE)
-            raise ValueError(f"formats has the place {name!r} in a group: choose from {places}")
-
-
-def is_format(value) -> bool:
-    """Whether a value is a format with its words, such as "e4m3:block"."""
-    if not isinstance(value, str):
-        return isinstance(value, PlaceFormat)
-    try:
-        PlaceFormat.of(value)
-    except ValueError:
-        return False
-    return True
+        if name not in known:
+            raise ValueError(f"{name} is {value} in a group: use only {', '.join(known)}")
 
 
 def refuse_wrong_settings(group: dict) -> None:
