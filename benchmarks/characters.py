@@ -31,13 +31,15 @@ from fp8rl.bits import LowBitAdam
 from fp8rl.machine.hardware import origin
 from fp8rl.study import figures
 
+EIGHT_BIT_STATE = {"m": "e4m3", "root": "e4m3:stochastic"}
+# What is kept, and the bytes of a parameter: stored, and at the peak of an update
 ARMS = {
-    "float32": {},
-    "bf16": {"weights": "bf16", "m": "bf16", "v": "bf16:nearest"},
-    "8-bit state": {"m": "e4m3", "root": "e4m3:stochastic"},
-    "all 8-bit": {"weights": "e4m3:stochastic", "m": "e4m3", "root": "e4m3:stochastic"},
+    "float32": ({}, 12, 12 + 4),
+    "bf16": ({"weights": "bf16", "m": "bf16", "v": "bf16:nearest"}, 6, 6 + 4 + 4),
+    "8-bit state": (EIGHT_BIT_STATE, 6, 6 + 4 + 4),
+    # Weights and the root are rounded stochastically, each with 4 bytes of noise
+    "all 8-bit": ({"weights": "e4m3:stochastic"} | EIGHT_BIT_STATE, 3, 3 + 4 + 4 + 8),
 }
-STORED = {"fp32": 4, "bf16": 2, "e4m3": 1}  # bytes
 UPDATES, EVERY, SEEDS = 600, 50, 3
 LEARNING_RATE, DECAY = 1e-3, 0.1
 LENGTH, BATCH, UNITS, HEADS, LAYERS = 64, 16, 64, 4, 2
@@ -58,19 +60,22 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm1 = nn.LayerNorm(UNITS)
+        self.norm = nn.LayerNorm(UNITS)
         self.attention = nn.Linear(UNITS, 3 * UNITS)
         self.mix = nn.Linear(UNITS, UNITS)
-        self.norm2 = nn.LayerNorm(UNITS)
-        self.up = nn.Linear(UNITS, 4 * UNITS)
-        self.down = nn.Linear(4 * UNITS, UNITS)
+        self.layers = nn.Sequential(
+            nn.LayerNorm(UNITS),
+            nn.Linear(UNITS, 4 * UNITS),
+            nn.GELU(),
+            nn.Linear(4 * UNITS, UNITS),
+        )
 
     def forward(self, x):  # [B, L, UNITS]
-        q, k, v = self.attention(self.norm1(x)).chunk(3, dim=-1)
+        q, k, v = self.attention(self.norm(x)).chunk(3, dim=-1)
         q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.mix(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.layers(x)
 
 
 class Model(nn.Module):
@@ -78,14 +83,11 @@ class Model(nn.Module):
         super().__init__()
         self.characters = nn.Embedding(alphabet, UNITS)
         self.positions = nn.Embedding(LENGTH, UNITS)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(UNITS)
-        self.head = nn.Linear(UNITS, alphabet)
+        blocks = (Block() for _ in range(LAYERS))
+        self.layers = nn.Sequential(*blocks, nn.LayerNorm(UNITS), nn.Linear(UNITS, alphabet))
 
     def forward(self, x):  # int64 [B, L]
-        places = torch.arange(x.shape[1])
-        x = self.characters(x) + self.positions(places)
-        return self.head(self.norm(self.blocks(x)))
+        return self.layers(self.characters(x) + self.positions(torch.arange(x.shape[1])))
 
 
 def loss_of(model: Model, text: torch.Tensor, generator: torch.Generator, batch: int):
@@ -101,7 +103,7 @@ def train(arm: str, seed: int) -> list[float]:
     torch.manual_seed(seed)
     model = Model(alphabet)
     optimizer = LowBitAdam(
-        model.parameters(), lr=LEARNING_RATE, weight_decay=DECAY, seed=seed, **ARMS[arm]
+        model.parameters(), lr=LEARNING_RATE, weight_decay=DECAY, seed=seed, **ARMS[arm][0]
     )
     optimizer.attach(model)
     generator = torch.Generator().manual_seed(seed)
@@ -117,23 +119,11 @@ def train(arm: str, seed: int) -> list[float]:
     return losses
 
 
-def bytes_of(arm: str) -> tuple[int, int]:
-    """Bytes a parameter that are stored, and that an update needs at its peak."""
-    formats = ARMS[arm]
-    second = formats.get("root", formats.get("v", "fp32"))
-    kept = [formats.get("weights", "fp32"), formats.get("m", "fp32"), second]
-    stored = sum(STORED[form.split(":")[0]] for form in kept)
-    weights = 0 if formats.get("weights") is None else 4  # a float32 copy, while they are used
-    noise = 4 * sum("stochastic" in form for form in kept)
-    return stored, stored + weights + 4 + noise
-
-
 def draw(out: Path, losses: dict[str, np.ndarray]) -> None:
     figure, ax = plt.subplots(figsize=(7, 4), layout="constrained")
     updates = np.arange(EVERY, UPDATES + 1, EVERY)
     for (arm, own), style in zip(losses.items(), figures.STYLES, strict=False):
-        stored, _ = bytes_of(arm)
-        label = f"{arm}, {stored} bytes a parameter stored"
+        label = f"{arm}, {ARMS[arm][1]} bytes a parameter stored"
         ax.plot(updates, np.median(own, axis=0), label=label, markevery=3, **style)
     ax.set(xlabel="updates", ylabel="loss on the test text (nats a character)")
     ax.set_title("A character model in three bytes a parameter learns as in twelve", fontsize=11)
@@ -151,7 +141,7 @@ def main(out: Path) -> None:
     for arm, own in losses.items():
         final = own[:, -1]
         losses_of_seeds = [f"{np.median(final):.3f}", f"{final.min():.3f}, {final.max():.3f}"]
-        rows.append([arm, *losses_of_seeds, *bytes_of(arm)])
+        rows.append([arm, *losses_of_seeds, *ARMS[arm][1:]])
     draw(out.with_suffix(".png"), losses)
     command = f"`python benchmarks/characters.py {out}` on {origin()}."
     out.write_text(f"{table_of(columns, rows)}\n\n{command}\n")

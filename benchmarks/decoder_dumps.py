@@ -1,16 +1,19 @@
 """What does `fp8rl.dumps.mismatch` say of dumps of a real decoder, of which the truth is known?
 
-The dumps of dumps.py come from tiny policies. Here a decoder like Llama learns the text of Python's
-standard library, and transformers, torchao and optimum-quanto run it: as an actor with a cache,
-in 16 bits or quantized, and as a learner. Some dumps are sound, and in each of the others one bug
-is planted (decoder_faults.py).
+A decoder like Llama learns the text of Python's standard library, and transformers, torchao and
+optimum-quanto run it: as an actor that samples with a cache, in 16 bits or quantized, and as a
+learner that reads prompts and answers in one pass. Both give log-probabilities of the same tokens.
+Some dumps are sound, and in each of the others one bug is planted (RECIPES).
 
     python benchmarks/decoder_dumps.py train DIR --seed 1007    # 5 minutes, into a folder
     python benchmarks/decoder_dumps.py make DIR                 # its dumps, some minutes
     python benchmarks/decoder_dumps.py judge DIR benchmarks/results/decoder_dumps.md
 
-`train` and `make` need other packages (small_decoder.py), `judge` does not. `make` leaves the dumps
-alone that are there. Seeds below 1000 are for choosing limits, and those from 1000 for the table.
+`judge` needs no other package, `train` and `make` do. `make` leaves the dumps alone that are there.
+
+    pip install transformers==5.23.0 torchao==0.18.0 optimum-quanto==0.2.7
+
+Seeds below 1000 are for choosing limits, and those from 1000 for the table.
 
 The report is judged three times: without more, with the precision that both programs claim, and
 with the bits of a sound dump. The third is what a user can do who saves a dump when the weights are
@@ -23,214 +26,1009 @@ know.
 """
 
 import argparse
+import ast
+import copy
+import functools
+import importlib.metadata
 import json
+import math
+import random
+import sysconfig
 import textwrap
-from collections.abc import Callable
+import time
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from files import table_of
+from torch import Tensor, nn
+from torch.nn import functional
 
-from fp8rl.bits import mismatch
-from fp8rl.dumps.mismatch import MismatchReport
+from fp8rl.dumps.mismatch import MismatchReport, mismatch
 from fp8rl.machine.hardware import origin
 
-SOUND = "sound"
+PAD, END, BEGIN = range(3)
+VOCABULARY = 512
+SHORTEST, LONGEST = 80, 1200  # characters of a document
+HELD_OUT = 512  # documents that are not trained on
+WINDOW, BATCH = 192, 16  # tokens and sequences of a training step
+LEARNING_RATE = 3e-3
+WARM_UP = 30  # steps
+OLDER = 0.8  # share of the training time after which older weights are saved
+ANSWER = 128  # tokens of the longest answer
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PACKAGES = "transformers", "torchao", "optimum-quanto"
+
+
+# Training
+
+
+def documents() -> Iterator[str]:
+    """The functions of the standard library, and the docstrings of its functions and classes."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            source = path.read_text(encoding="utf-8", errors="replace")
+            nodes = ast.walk(ast.parse(source))
+        lines = source.splitlines()
+        for node in nodes:
+            if not isinstance(node, kinds):
+                continue
+            texts = [ast.get_docstring(node) or ""]
+            if isinstance(node, ast.FunctionDef):
+                texts.append(textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])))
+            yield from (text for text in texts if SHORTEST <= len(text) <= LONGEST)
+
+
+def new_model() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        pad_token_id=PAD,
+        eos_token_id=END,
+        bos_token_id=BEGIN,
+        **SHAPE,
+    )
+    return LlamaForCausalLM(config).float()
+
+
+def train(folder: Path, seed: int, seconds: float) -> None:
+    """Trains a decoder for so many seconds and saves it, with its tokenizer, to a folder.
+
+    Windows of the text begin at the beginning of a document. After most of the time the weights
+    are saved as older ones, too.
+    """
+    from tokenizers import ByteLevelBPETokenizer
+
+    torch.manual_seed(seed)
+    texts = list(dict.fromkeys(documents()))
+    random.Random(seed).shuffle(texts)
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        texts[HELD_OUT:],
+        vocab_size=VOCABULARY,
+        min_frequency=0,
+        show_progress=False,
+        special_tokens=["<pad>", "<end>", "<begin>"],  # PAD, END and BEGIN
+    )
+    encoded = [[BEGIN, *x.ids, END] for x in tokenizer.encode_batch(texts)]
+    learned = encoded[HELD_OUT:]
+    stream = torch.tensor([token for document in learned for token in document])
+    begins = torch.nonzero(stream == BEGIN)[:, 0]
+    begins = begins[begins < len(stream) - WINDOW - 1]
+    model = new_model()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = time.monotonic()
+    step = 0
+    has_older = False
+    while (progress := (time.monotonic() - begun) / seconds) < 1:
+        if progress > OLDER and not has_older:
+            torch.save(model.state_dict(), folder / "older.pt")
+            has_older = True
+        cosine = 0.5 * (1 + math.cos(math.pi * progress))
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1, (step + 1) / WARM_UP) * max(cosine, 0.02)
+        places = begins[torch.randint(len(begins), (BATCH, 1))] + torch.arange(WINDOW + 1)
+        window = stream[places]
+        loss = loss_of(model, window)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        if step % 50 == 0:
+            print(f"step {step}, {progress:.0%} of the time, loss {loss.item():.3f}", flush=True)
+    torch.save(model.state_dict(), folder / "newest.pt")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    held_out = [document for document in encoded[:HELD_OUT] if len(document) > 32]
+    windows = torch.tensor([document[:33] for document in held_out])
+    with torch.no_grad():
+        loss = loss_of(model, windows).item()
+    about = {
+        "seed": seed,
+        "seconds": seconds,
+        "steps": step,
+        "parameters": sum(x.numel() for x in model.parameters()),
+        "tokens": len(stream),
+        "loss": loss,
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "held_out": held_out,
+    }
+    (folder / "about.json").write_text(json.dumps(about))
+    print(f"{step} steps, loss {loss:.3f} on documents that it has not seen")
+
+
+def loss_of(model: nn.Module, window: Tensor) -> Tensor:
+    logits = model(input_ids=window[:, :-1], use_cache=False).logits
+    return functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+
+
+# Acting and learning
+
+
+class Rollout(NamedTuple):
+    """What an actor was given and has sampled.
+
+    `prompts`     prompts without padding
+    `tokens`      what follows the prompts, [S, T]: answers, tools' replies, and PAD after the end
+    `is_read`     the tokens that are no padding, [S, T]
+    `mask`        the tokens that the actor sampled, [S, T]
+    `actor_logp`  the log-probabilities that it recorded, [S, T]; 0 where there are none
+    """
+
+    prompts: list[list[int]]
+    tokens: Tensor
+    is_read: Tensor
+    mask: Tensor
+    actor_logp: Tensor
+
+
+class Inputs(NamedTuple):
+    """What the learner reads: padded prompts and answers.
+
+    `ids` and `attention` are [S, P + T]. `positions` are [S, P + T], or None for 0, 1, 2 and so on.
+    `attention` may also be [S, 1, P + T, P + T]: which token reads which.
+    """
+
+    ids: Tensor
+    attention: Tensor
+    positions: Tensor | None
+
+
+def padded_left(prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Prompts with padding before them, and which of the tokens are none, both [S, P]."""
+    width = max(map(len, prompts))
+    ids = [[PAD] * (width - len(prompt)) + prompt for prompt in prompts]
+    is_prompt = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids), torch.tensor(is_prompt)
+
+
+def inputs_of(prompts: list[list[int]], rollout: Rollout) -> Inputs:
+    """The learner's inputs, with positions that count from the first token of the prompt."""
+    ids, is_prompt = padded_left(prompts)
+    attention = torch.cat((is_prompt, rollout.is_read.long()), 1)
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    return Inputs(torch.cat((ids, rollout.tokens), 1), attention, positions)
+
+
+class Lab:
+    """A trained decoder, with prompts that begin documents which it has not seen."""
+
+    def __init__(self, folder: Path):
+        from tokenizers import Tokenizer
+
+        self.folder = folder
+        self.about = json.loads((folder / "about.json").read_text())
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    @functools.cache  # noqa: B019, a Lab lives as long as the process
+    def weights(self, name: str) -> nn.Module:
+        """The newest or the older weights, in float32. Do not change them."""
+        model = new_model()
+        model.load_state_dict(torch.load(self.folder / f"{name}.pt"))
+        return model.eval()
+
+    def model(self, form: str) -> nn.Module:
+        """A copy of the newest model that computes in a format: one of DTYPES or of quantizers."""
+        model = copy.deepcopy(self.weights("newest"))
+        if form in DTYPES:
+            return model.to(DTYPES[form])
+        if form in QUANTIZERS:
+            QUANTIZERS[form](model)
+        return model
+
+    def prompts(self, seed: int, count: int, copies: int, is_padded: bool = True):
+        """Beginnings of `count` documents, each `copies` times in a row.
+
+        They have 5 to 24 tokens, or all 8 if nothing is to be padded.
+        """
+        draw = random.Random(seed)
+        prompts = []
+        for document in draw.sample(self.about["held_out"], count):
+            length = draw.randint(5, 24) if is_padded else 8
+            prompts += [document[:length]] * copies
+        return prompts
+
+    @torch.no_grad()
+    def act(
+        self,
+        model: nn.Module,
+        prompts: list[list[int]],
+        seed: int,
+        batch: int | None = None,
+        is_raw: bool = False,
+        masks_padding: bool = True,
+        ends: bool = True,
+        **options,
+    ) -> Rollout:
+        """Samples answers with a cache, as an engine does.
+
+        Args:
+            batch: sequences at once; the default is all.
+            is_raw: the log-probabilities are those of raw logits, not those that are sampled from.
+            masks_padding: whether the model leaves out the padding before the prompts.
+            ends: whether END ends an answer.
+            options: those of transformers' `generate`.
+        """
+        torch.manual_seed(seed)
+        ids, is_prompt = padded_left(prompts)
+        if not masks_padding:
+            is_prompt = torch.ones_like(is_prompt)
+        defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": ANSWER}
+        options = defaults | options
+        longest = options["max_new_tokens"]
+        if not ends:
+            options["eos_token_id"] = VOCABULARY  # which is never sampled
+        batch = batch or len(ids)
+        parts = []
+        for begin in range(0, len(ids), batch):
+            rows = slice(begin, begin + batch)
+            output = model.generate(
+                input_ids=ids[rows],
+                attention_mask=is_prompt[rows],
+                do_sample=True,
+                pad_token_id=PAD,
+                return_dict_in_generate=True,
+                output_scores=True,
+                output_logits=True,
+                **options,
+            )
+            tokens = output.sequences[:, ids.shape[1] :]
+            logits = torch.stack(output.logits if is_raw else output.scores, 1).float()
+            logp = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+            missing = (0, longest - tokens.shape[1])
+            parts.append(
+                (functional.pad(tokens, missing, value=PAD), functional.pad(logp, missing))
+            )
+        tokens = torch.cat([tokens for tokens, _ in parts])
+        logp = torch.cat([logp for _, logp in parts])
+        is_end = (tokens == END).long()
+        mask = is_end.cumsum(1) - is_end == 0  # up to the first END, which counts
+        if not ends:
+            mask = torch.ones_like(mask)
+        return Rollout(prompts, tokens, mask, mask, torch.where(mask, logp, 0.0))
+
+    @torch.no_grad()
+    def score(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        tokens: Tensor,
+        autocast: bool = False,
+        temperature: float = 1.0,
+        offset: int = 0,
+        is_half: bool = False,
+        batch: int | None = None,
+    ) -> Tensor:
+        """The learner's log-probabilities of the last tokens of its inputs, [S, T].
+
+        Args:
+            autocast: computes products in bfloat16.
+            temperature: what the logits are divided by.
+            offset: by how many positions the logits come too late for their labels.
+            is_half: takes the log-softmax in the type of the logits, not in float32.
+            batch: sequences at once; the default is all.
+        """
+        end = inputs.ids.shape[1] - 1 + offset
+        places = slice(end - tokens.shape[1], end)
+        batch = batch or len(tokens)
+        parts = []
+        for begin in range(0, len(tokens), batch):
+            rows = slice(begin, begin + batch)
+            positions = None if inputs.positions is None else inputs.positions[rows]
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                logits = model(
+                    input_ids=inputs.ids[rows],
+                    attention_mask=inputs.attention[rows],
+                    position_ids=positions,
+                    use_cache=False,
+                ).logits
+            logits = logits[:, places] if is_half else logits[:, places].float()
+            logp = (logits / temperature).log_softmax(-1)
+            parts.append(logp.gather(-1, tokens[rows, :, None])[..., 0].float())
+        return torch.cat(parts)
+
+    def reward(self, rollout: Rollout) -> Tensor:
+        """The share of letters in each answer, [S]."""
+        texts = self.tokenizer.decode_batch(
+            [row[mask].tolist() for row, mask in zip(rollout.tokens, rollout.mask, strict=True)]
+        )
+        return torch.tensor([sum(map(str.isalpha, text)) / max(len(text), 1) for text in texts])
+
+    def advantages(self, rollout: Rollout, copies: int) -> Tensor:
+        """Rewards against those of the same prompt, in their standard deviations, [S]."""
+        reward = self.reward(rollout).unflatten(0, (-1, copies))
+        deviation = reward.std(1, keepdim=True) + 1e-4
+        return ((reward - reward.mean(1, keepdim=True)) / deviation).flatten()
+
+
+def policy_gradient(
+    model: nn.Module, rollout: Rollout, advantages: Tensor, steps: int, learning_rate: float
+) -> None:
+    """Changes a model by policy gradients, each of 64 sequences of the rollout."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    inputs = inputs_of(rollout.prompts, rollout)
+    width = rollout.tokens.shape[1]
+    for step in range(steps):
+        rows = torch.arange(64 * step, 64 * (step + 1)) % len(advantages)
+        logits = model(
+            input_ids=inputs.ids[rows],
+            attention_mask=inputs.attention[rows],
+            position_ids=inputs.positions[rows],
+            use_cache=False,
+        ).logits[:, -width - 1 : -1]
+        logp = logits.log_softmax(-1).gather(-1, rollout.tokens[rows, :, None])[..., 0]
+        loss = -(logp * advantages[rows, None])[rollout.mask[rows]].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+# Quantized weights and caches
+
+
+def linear_layers(model: nn.Module) -> list[nn.Linear]:
+    """All linear layers but the head."""
+    return [x for x in model.model.modules() if isinstance(x, nn.Linear)]
+
+
+def by_torchao(name: str) -> Callable[[nn.Module], None]:
+    """Quantizes weights with torchao, by the name of one of its configs."""
+
+    def quantize(model: nn.Module) -> None:
+        from torchao import quantization
+
+        quantization.quantize_(model.model, getattr(quantization, name)())
+
+    return quantize
+
+
+def to_int4(model: nn.Module) -> None:
+    """Rounds weights to 4 bits, with a scale for each 32 of them."""
+    for layer in linear_layers(model):
+        groups = layer.weight.data.unflatten(1, (-1, 32))
+        layer.weight.data = rounded_integers(groups, 4).flatten(1)
+
+
+def to_e4m3(model: nn.Module) -> None:
+    """Rounds weights and inputs of linear layers to e4m3, with a scale for each row."""
+    for layer in linear_layers(model):
+        layer.weight.data = rounded_e4m3(layer.weight.data)
+        layer.register_forward_pre_hook(lambda _, inputs: (rounded_e4m3(inputs[0]),))
+
+
+def rounded_integers(x: Tensor, bits: int) -> Tensor:
+    """Numbers of a few bits, with a scale for the last dimension."""
+    largest = 2 ** (bits - 1) - 1
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / largest
+    return (x / scale).round() * scale
+
+
+def rounded_e4m3(x: Tensor) -> Tensor:
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+def with_rounded_cache(round_to: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
+    """Computes in bfloat16, and rounds keys and values of each head before they are kept.
+
+    Keys are rounded before the rotation by their position.
+    """
+
+    def hook(layer: nn.Linear, inputs, output: Tensor) -> Tensor:
+        width = SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
+        return round_to(output.unflatten(-1, (-1, width))).flatten(-2)
+
+    def quantize(model: nn.Module) -> None:
+        model.to(torch.bfloat16)
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.register_forward_hook(hook)
+            layer.self_attn.v_proj.register_forward_hook(hook)
+
+    return quantize
+
+
+QUANTIZERS = {
+    "int8 weights": by_torchao("Int8WeightOnlyConfig"),
+    "int8 weights and activations": by_torchao("Int8DynamicActivationInt8WeightConfig"),
+    "fp8 weights": by_torchao("Float8WeightOnlyConfig"),
+    "fp8 weights and activations": to_e4m3,
+    "int4 weights": to_int4,
+    "8-bit cache": with_rounded_cache(lambda x: rounded_integers(x, 8)),
+    "e4m3 cache": with_rounded_cache(lambda x: x.to(torch.float8_e4m3fn).to(x.dtype)),
+}
+
+
+# How a dump is made
+
+THETA, OTHER_THETA = 10_000.0, 50_000.0  # of rotary positions
+SLIDING_WINDOW = 24  # tokens
+FIRST_TURN, SECOND_TURN = 48, 56  # tokens around a tool's reply
+
+Arrays = dict[str, np.ndarray]
+# Kinds of the report (MEANING in fp8rl/dumps/mismatch.py) that count as right for several bugs
+OF_PROMPT = "beginning", "template", "other", "precision"
+OF_WEIGHTS = "other", "precision"
+OF_OLD_WEIGHTS = "stale", "other", "precision"
+OF_LEARNED_TOKENS = "stale", "mean ratio", "other", "precision"
+
+
+class Recipe(NamedTuple):
+    """How a dump is made, and which bug is planted in it.
+
+    It names what differs from the plain case, in which an actor in bfloat16 samples 64 answers and
+    a learner in float32 reads them. One recipe changes one thing.
+
+    `what`           in words
+    `kinds`          kinds of bug of which the report should name one; empty if the dump is sound
+    `actor`, `learner`  formats they compute in; a learner may have "autocast"
+    `claims`         what a user would say that both programs compute in, or empty
+    `prompting`      options of `Lab.prompts`
+    `sampling`       options of `Lab.act`
+    `scoring`        options of `Lab.score`
+    `has_tool`       whether a tool replies between two answers
+    `change_actor`   changes the actor's model
+    `change_learner` changes the learner's model
+    `lead`           policy gradients that the learner has made and the actor has not: how many,
+                     their learning rate, and whether on the dump's own tokens or on others
+    `change_prompts` returns the prompts that the learner reads
+    `change_inputs`  returns what the learner reads
+    `change_dump`    returns the arrays that are saved; it gets the rollout, too
+    `has_advantages` whether advantages are saved
+    """
+
+    what: str
+    kinds: tuple[str, ...] = ()
+    actor: str = "bf16"
+    learner: str = "fp32"
+    claims: str = "bf16"
+    prompting: dict = {"count": 16, "copies": 4}
+    sampling: dict = {}
+    scoring: dict = {}
+    has_tool: bool = False
+    change_actor: Callable[[Lab, nn.Module], object] | None = None
+    change_learner: Callable[[Lab, nn.Module], object] | None = None
+    lead: tuple[int, float, bool] | None = None
+    change_prompts: Callable[[Lab, Rollout], list[list[int]]] | None = None
+    change_inputs: Callable[[Inputs, Rollout], Inputs] | None = None
+    change_dump: Callable[[Arrays, Rollout], Arrays] | None = None
+    has_advantages: bool = False
+
+    def make(self, lab: Lab, seed: int) -> Arrays:
+        """The arrays of a dump, for `mismatch`."""
+        actor = lab.model(self.actor)
+        if self.change_actor:
+            self.change_actor(lab, actor)
+        prompts = lab.prompts(seed, **self.prompting)
+        if self.has_tool:
+            rollout = with_tool(lab, actor, prompts, seed)
+        else:
+            rollout = lab.act(actor, prompts, seed, **self.sampling)
+        is_autocast = self.learner == "autocast"
+        learner = lab.model("fp32" if is_autocast else self.learner)
+        if self.change_learner:
+            self.change_learner(lab, learner)
+        if self.lead:
+            self.learn(lab, learner, rollout, seed)
+        if self.change_prompts:
+            prompts = self.change_prompts(lab, rollout)
+        inputs = inputs_of(prompts, rollout)
+        if self.change_inputs:
+            inputs = self.change_inputs(inputs, rollout)
+        logp = lab.score(learner, inputs, rollout.tokens, autocast=is_autocast, **self.scoring)
+        arrays = {
+            "learner_logp": logp.numpy(),
+            "actor_logp": rollout.actor_logp.numpy(),
+            "mask": rollout.mask.numpy(),
+            "tokens": rollout.tokens.numpy().astype(np.int16),
+        }
+        if self.has_advantages:
+            arrays["advantages"] = lab.advantages(rollout, self.prompting["copies"]).numpy()
+        return self.change_dump(arrays, rollout) if self.change_dump else arrays
+
+    def learn(self, lab: Lab, learner: nn.Module, rollout: Rollout, seed: int) -> None:
+        """Makes the learner's steps."""
+        steps, learning_rate, on_dump = self.lead
+        if not on_dump:
+            prompts = lab.prompts(seed + 1, **self.prompting)
+            rollout = lab.act(lab.model(self.actor), prompts, seed + 1)
+        advantages = lab.advantages(rollout, self.prompting["copies"])
+        policy_gradient(learner, rollout, advantages, steps, learning_rate)
+
+
+def with_tool(lab: Lab, actor: nn.Module, prompts: list[list[int]], seed: int) -> Rollout:
+    """An answer, a tool's reply, and another answer."""
+    first = lab.act(actor, prompts, seed, ends=False, max_new_tokens=FIRST_TURN)
+    texts = [f"Traceback: line {100 + row}, in main\nKeyError" for row in range(len(prompts))]
+    replies = [lab.tokenizer.encode(text).ids for text in texts]
+    length = min(map(len, replies))
+    replies = torch.tensor([reply[:length] for reply in replies])
+    parts = zip(prompts, first.tokens.tolist(), replies.tolist(), strict=True)
+    so_far = [[*prompt, *answer, *reply] for prompt, answer, reply in parts]
+    second = lab.act(actor, so_far, seed + 1, max_new_tokens=SECOND_TURN)
+    is_reply = torch.ones_like(replies, dtype=torch.bool)
+    return Rollout(
+        prompts,
+        tokens=torch.cat((first.tokens, replies, second.tokens), 1),
+        is_read=torch.cat((first.is_read, is_reply, second.is_read), 1),
+        mask=torch.cat((first.mask, ~is_reply, second.mask), 1),
+        actor_logp=torch.cat((first.actor_logp, 0.0 * is_reply, second.actor_logp), 1),
+    )
+
+
+# Faults of a model
+
+
+def old_layer(lab: Lab, model: nn.Module) -> None:
+    """The newest weights of one layer were not sent."""
+    model.model.layers[2].load_state_dict(lab.weights("older").model.layers[2].state_dict())
+
+
+def old_head(lab: Lab, model: nn.Module) -> None:
+    model.lm_head.load_state_dict(lab.weights("older").lm_head.state_dict())
+
+
+def tied_head(lab: Lab, model: nn.Module) -> None:
+    """The head takes the embedding's weights, although it was trained with its own."""
+    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
+
+
+def without_adapter(lab: Lab, model: nn.Module) -> None:
+    """An adapter of rank 4 is missing: the largest part of what queries and values learned last."""
+    older = lab.weights("older").model.layers
+    for layer, before in zip(model.model.layers, older, strict=True):
+        for name in ("q_proj", "v_proj"):
+            weight = getattr(layer.self_attn, name).weight
+            learned = weight.data.float() - getattr(before.self_attn, name).weight.data
+            u, s, v = torch.linalg.svd(learned, full_matrices=False)
+            weight.data -= (u[:, :4] * s[:4] @ v[:4]).to(weight.dtype)
+
+
+def head_scaled(lab: Lab, model: nn.Module) -> None:
+    """One head of one layer multiplies its scores by 1.5."""
+    width = SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
+    model.model.layers[1].self_attn.q_proj.weight.data[:width] *= 1.5
+
+
+def other_theta(lab: Lab, model: nn.Module) -> None:
+    frequencies = model.model.rotary_emb.inv_freq  # theta^(-2 i / d)
+    frequencies.copy_(frequencies ** (math.log(OTHER_THETA) / math.log(THETA)))
+
+
+def dropout(lab: Lab, model: nn.Module) -> None:
+    """A tenth of the attention's weights is dropped, as in training."""
+    model.train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+
+
+def larger_vocabulary(lab: Lab, model: nn.Module) -> None:
+    """The head has 64 more rows as padding, whose logits of 0 take a part of the probability."""
+    weight = model.lm_head.weight
+    model.lm_head = nn.Linear(weight.shape[1], len(weight) + 64, bias=False)
+    model.lm_head.weight.data.zero_()[: len(weight)] = weight.data
+
+
+# Faults of what the learner reads
+
+
+def after_prefix(lab: Lab, rollout: Rollout) -> list[list[int]]:
+    """A line before each prompt that the actor has not read."""
+    prefix = lab.tokenizer.encode("# You are a helpful assistant.\n").ids
+    return [[BEGIN, *prefix, *prompt[1:]] for prompt in rollout.prompts]
+
+
+def after_neighbour(lab: Lab, rollout: Rollout) -> list[list[int]]:
+    """Two sequences in a row, of which the second reads the first."""
+    rows = zip(rollout.tokens, rollout.is_read, strict=True)
+    answers = [row[is_read].tolist() for row, is_read in rows]
+    prompts = [list(prompt) for prompt in rollout.prompts]
+    for row in range(1, len(prompts), 2):
+        prompts[row] = rollout.prompts[row - 1] + answers[row - 1] + prompts[row]
+    return prompts
+
+
+def without_mask(inputs: Inputs, rollout: Rollout) -> Inputs:
+    return Inputs(inputs.ids, torch.ones_like(inputs.attention), None)
+
+
+def absolute_positions(inputs: Inputs, rollout: Rollout) -> Inputs:
+    """Positions count from the padding, which rotations do not see: only distances matter."""
+    return inputs._replace(positions=None)
+
+
+def restarted_positions(inputs: Inputs, rollout: Rollout) -> Inputs:
+    """The positions of answers begin at 0 again."""
+    positions = inputs.positions.clone()
+    width = rollout.tokens.shape[1]
+    positions[:, -width:] = torch.arange(width)
+    return inputs._replace(positions=positions)
+
+
+def sliding_window(inputs: Inputs, rollout: Rollout) -> Inputs:
+    place = torch.arange(inputs.ids.shape[1])
+    distance = place[:, None] - place
+    is_near = (distance >= 0) & (distance < SLIDING_WINDOW)
+    reads = is_near & (inputs.attention[:, None, None] == 1)
+    return inputs._replace(attention=reads | (distance == 0))  # padding reads itself, or nothing
+
+
+# Faults of what is saved
+
+
+def rolled(axis: int) -> Callable[[Arrays, Rollout], Arrays]:
+    """The learner's numbers are of another sequence (axis 0) or token (1)."""
+    return lambda arrays, _: arrays | {"learner_logp": np.roll(arrays["learner_logp"], 1, axis)}
+
+
+def count_padding(arrays: Arrays, rollout: Rollout) -> Arrays:
+    """No mask is saved, and the learner has log-probabilities of the padding after the end."""
+    return {name: array for name, array in arrays.items() if name != "mask"}
+
+
+def zeros_for_mask(arrays: Arrays, rollout: Rollout) -> Arrays:
+    """No mask is saved, and both programs have 0 where nothing was sampled."""
+    learner = np.where(arrays["mask"], arrays["learner_logp"], 0.0)
+    return count_padding(arrays, rollout) | {"learner_logp": learner}
+
+
+def nan_for_tools(arrays: Arrays, rollout: Rollout) -> Arrays:
+    return arrays | {"actor_logp": np.where(arrays["mask"], arrays["actor_logp"], np.nan)}
+
+
+def as_float16(arrays: Arrays, rollout: Rollout) -> Arrays:
+    return arrays | {x: arrays[x].astype(np.float16) for x in ("learner_logp", "actor_logp")}
+
+
+def appended_end(arrays: Arrays, rollout: Rollout) -> Arrays:
+    """The last token was appended and not sampled: its log-probability is 0."""
+    last = arrays["mask"].sum(1) - 1
+    arrays["actor_logp"][np.arange(len(last)), last] = 0.0
+    return arrays
+
+
+# The recipes
+
+
+def both(form: str, words: str = "", **options) -> Recipe:
+    return Recipe(f"{form} in both{words}", actor=form, learner=form, claims=form, **options)
+
+
+def quanto_cache(bits: int) -> dict:
+    config = {"backend": "quanto", "nbits": bits, "residual_length": 16, "q_group_size": 32}
+    return {"cache_implementation": "quantized", "cache_config": config}
+
+
+def raw(**sampling) -> dict:
+    return {"is_raw": True, **sampling}
+
+
+IN_FLOAT32 = {"actor": "fp32", "claims": "fp32"}
+UNPADDED = {"prompting": {"count": 16, "copies": 4, "is_padded": False}}
+MANY = {"prompting": {"count": 32, "copies": 8}}
+SOUND = [
+    *[Recipe("bf16 actor")] * 2,
+    *[Recipe("bf16 actor, autocast learner", learner="autocast")] * 2,
+    *[both("bf16")] * 3,
+    *[both("bf16", ", no padding", **UNPADDED)] * 3,
+    *[both("fp16")] * 2,
+    *[both("fp16", ", no padding", **UNPADDED)] * 2,
+    Recipe("fp16 actor", actor="fp16", claims="fp16"),
+    Recipe("bf16 in both, log-softmax too", learner="bf16", scoring={"is_half": True}),
+    Recipe("bf16 in both, learner in batches of 8", learner="bf16", scoring={"batch": 8}),
+    Recipe("float32 in both", **IN_FLOAT32),
+    Recipe("float32 in both, actor in batches of 8", sampling={"batch": 8}, **IN_FLOAT32),
+    Recipe("float32 in both, learner in batches of 1", scoring={"batch": 1}, **IN_FLOAT32),
+    Recipe("float32 actor, autocast learner", actor="fp32", learner="autocast"),
+    Recipe("int8 weights", actor="int8 weights", claims="int8"),
+    Recipe("int8 weights and activations", actor="int8 weights and activations", claims="int8"),
+    Recipe("fp8 weights", actor="fp8 weights", claims="fp8"),
+    *[Recipe("fp8 weights and activations", actor="fp8 weights and activations", claims="fp8")] * 2,
+    *[Recipe("int4 weights", actor="int4 weights", claims="int4")] * 2,
+    Recipe("8-bit cache", actor="8-bit cache", claims="int8"),
+    Recipe("e4m3 cache", actor="e4m3 cache", claims="fp8"),
+    Recipe("4-bit cache", sampling=quanto_cache(4), claims="int4"),
+    Recipe("2-bit cache", sampling=quanto_cache(2), claims=""),
+    Recipe("saved as float16", change_dump=as_float16),
+    Recipe("tool tokens masked", has_tool=True),
+    Recipe("tool tokens masked, NaN there", has_tool=True, change_dump=nan_for_tools),
+    Recipe("no mask, 0 after the end in both", change_dump=zeros_for_mask),
+    Recipe("top-p 0.9, raw log-probabilities in both", sampling=raw(top_p=0.9)),
+    Recipe("top-k 50, raw log-probabilities in both", sampling=raw(top_k=50)),
+    Recipe("temperature 0.7 in both", sampling={"temperature": 0.7}, scoring={"temperature": 0.7}),
+    Recipe("positions from the padding on", change_inputs=absolute_positions),
+    Recipe("bf16 actor, advantages", has_advantages=True),
+    Recipe("bf16 actor, advantages, 256 sequences", has_advantages=True, **MANY),
+    both("bf16", has_advantages=True, **MANY),
+]
+
+
+def stale(steps: int, learning_rate: float, on_dump: bool, **options) -> Recipe:
+    tokens = "these tokens" if on_dump else "others"
+    sequences = ", 256 sequences" if options else ""
+    return Recipe(
+        f"{steps} step{'s' * (steps > 1)} of {learning_rate:g} on {tokens}{sequences}",
+        OF_LEARNED_TOKENS if on_dump else OF_OLD_WEIGHTS,
+        lead=(steps, learning_rate, on_dump),
+        has_advantages=True,
+        **options,
+    )
+
+
+def sampled(what: str, kinds: tuple[str, ...], **options) -> Recipe:
+    """A bug of how the actor samples."""
+    return Recipe(what, kinds, sampling=options)
+
+
+BUGS = [
+    sampled("temperature 0.7", ("temperature",), temperature=0.7),
+    sampled("temperature 0.9", ("temperature",), temperature=0.9),
+    sampled(
+        "temperature 0.6, top-p 0.95", ("temperature", "truncation"), temperature=0.6, top_p=0.95
+    ),
+    Recipe(
+        "raw log-probabilities, learner divides by 0.7",
+        ("temperature",),
+        sampling=raw(temperature=0.7),
+        scoring={"temperature": 0.7},
+    ),
+    *[sampled(f"top-p {p}", ("truncation",), top_p=p) for p in (0.9, 0.95, 0.99)],
+    *[sampled(f"top-k {k}", ("truncation",), top_k=k) for k in (20, 50)],
+    sampled("min-p 0.05", ("truncation",), min_p=0.05),
+    *[
+        sampled(f"repetition penalty {penalty}", ("repetition",), repetition_penalty=penalty)
+        for penalty in (1.05, 1.1, 1.2)
+    ],
+    sampled(
+        "60 tokens suppressed at first",
+        ("beginning", "truncation"),
+        begin_suppress_tokens=list(range(220, 280)),
+    ),
+    sampled("60 tokens suppressed", ("truncation",), suppress_tokens=list(range(220, 280))),
+    sampled(
+        "end forced after 48", ("last token", "filler"), forced_eos_token_id=END, max_new_tokens=48
+    ),
+    Recipe("end appended, 0 there", ("last token", "filler"), change_dump=appended_end),
+    Recipe("padding attended by the learner", ("padding", "beginning"), change_inputs=without_mask),
+    sampled("padding attended by the actor", ("padding", "beginning"), masks_padding=False),
+    Recipe("logits a position too early", ("shift",), scoring={"offset": -1}),
+    Recipe("logits a position too late", ("shift",), scoring={"offset": 1}),
+    Recipe("rolled by a token", ("shift",), change_dump=rolled(1)),
+    Recipe("rolled by a sequence", ("shift", "other"), change_dump=rolled(0)),
+    Recipe(
+        "first token twice",
+        OF_PROMPT,
+        change_prompts=lambda lab, rollout: [[BEGIN, *prompt] for prompt in rollout.prompts],
+    ),
+    Recipe(
+        "first token missing",
+        OF_PROMPT,
+        change_prompts=lambda lab, rollout: [prompt[1:] for prompt in rollout.prompts],
+    ),
+    Recipe(
+        "prompt's last token missing",
+        OF_PROMPT,
+        change_prompts=lambda lab, rollout: [prompt[:-1] for prompt in rollout.prompts],
+    ),
+    Recipe("another prefix", OF_PROMPT, change_prompts=after_prefix),
+    Recipe(
+        "every second reads the sequence before",
+        ("padding", "beginning", "other", "precision"),
+        change_prompts=after_neighbour,
+    ),
+    Recipe(
+        "positions restart at the answer",
+        (*OF_PROMPT, "trend"),
+        change_inputs=restarted_positions,
+    ),
+    Recipe("another rope_theta", ("trend", "other", "precision"), change_learner=other_theta),
+    Recipe(
+        "a window of 24 tokens",
+        ("trend", "template", "other", "precision"),
+        change_inputs=sliding_window,
+    ),
+    Recipe("dropout in the learner", OF_WEIGHTS, change_learner=dropout),
+    Recipe("a head's scores times 1.5", OF_WEIGHTS, change_learner=head_scaled),
+    Recipe("a layer not sent", OF_WEIGHTS, change_actor=old_layer),
+    Recipe("the head not sent", OF_WEIGHTS, change_actor=old_head),
+    Recipe("the head tied to the embedding", OF_WEIGHTS, change_actor=tied_head),
+    Recipe("an adapter not merged", OF_WEIGHTS, change_actor=without_adapter),
+    Recipe(
+        "64 padded rows in the vocabulary",
+        ("truncation", *OF_WEIGHTS),
+        change_learner=larger_vocabulary,
+    ),
+    Recipe(
+        "tool tokens count, 0 there",
+        ("filler",),
+        has_tool=True,
+        change_dump=lambda arrays, rollout: arrays | {"mask": rollout.is_read.numpy()},
+    ),
+    Recipe("padding counts, 0 there", ("filler",), change_dump=count_padding),
+    stale(1, 1e-5, on_dump=True),
+    stale(2, 1e-4, on_dump=True),
+    stale(1, 1e-3, on_dump=True),
+    stale(8, 1e-5, on_dump=False, **MANY),
+    stale(2, 1e-4, on_dump=False, **MANY),
+    stale(8, 1e-4, on_dump=False, **MANY),
+    stale(2, 1e-3, on_dump=False, **MANY),
+    stale(8, 1e-3, on_dump=False, **MANY),
+]
+RECIPES = [*SOUND, *BUGS]
+
+
+def make(folder: Path, only: str = "") -> None:
+    """Makes the dumps of a trained decoder, or those alone whose words have `only` in them."""
+    lab = Lab(folder)
+    (folder / "dumps").mkdir(exist_ok=True)
+    for number, recipe in enumerate(RECIPES):
+        path = folder / f"dumps/{number:03}.npz"
+        if path.exists() or only not in recipe.what:
+            continue
+        # Two seeds for each dump: some sample twice
+        arrays = recipe.make(lab, seed=1000 * lab.about["seed"] + 2 * number)
+        truth = np.array(recipe.kinds or ("sound",))
+        facts = {name: getattr(recipe, name) for name in ("what", "claims", "actor", "learner")}
+        np.savez_compressed(path, **arrays, truth=truth, **facts)
+        print(f"{number + 1} of {len(RECIPES)}: {recipe.what}", flush=True)
+
+
+# What the report says
+
 UNDECIDED = "rounding or bug"
-SIXTEEN_BITS = "bf16", "fp16"
 UNEVEN = 0.5  # sample size of sequences below which a bug that is not seen does harm
 MARGIN = 1.0  # bits by which a dump may fall below a sound one of the same programs
 OF_NEMO = 1.05  # limit of token_mult_prob_error
 ARRAYS = "learner_logp", "actor_logp", "mask", "tokens", "advantages"
+REPORTS = (
+    "the report",
+    "the report with a precision",
+    f"the report with the bits of a sound dump, less {MARGIN:g}",
+)
 
 
 class Judged(NamedTuple):
     """What is true of a dump, and what is said of it.
 
-    `kinds`           the kinds of bug of which one should be named; empty if the dump is sound
-    `is_16_bit`       whether both programs compute in the same format with 16 bits
-    `report`          the report without a claimed precision
-    `claimed`         the precision that both programs claim, or empty
-    `claimed_report`  the report with it, or the same where nothing is claimed
-    `measured_report` the report with the bits of a sound dump that claims the same, less MARGIN
-    `rms`             the root mean square of the log ratios
+    `kinds`      the kinds of bug of which one should be named; empty if the dump is sound
+    `is_16_bit`  whether both programs compute in the same format with 16 bits
+    `reports`    by REPORTS. The second and third are the first where no precision is claimed.
+    `rms`        the root mean square of the log ratios
     """
 
     what: str
     kinds: tuple[str, ...]
     is_16_bit: bool
-    report: MismatchReport
-    claimed: str
-    claimed_report: MismatchReport
-    measured_report: MismatchReport
+    reports: dict[str, MismatchReport]
     rms: float
 
-    @classmethod
-    def of(cls, path: Path, bits: dict[str, float]) -> "Judged":
-        """`bits` are those of the first sound dump, by the precision that it claims. If this dump
-        is the first, its own are added."""
-        with np.load(path) as file:
-            dump = dict(file)
-        arrays = {name: dump[name] for name in ARRAYS if name in dump}
-        report = mismatch(**arrays)
-        claimed = str(dump["claims"])
-        if list(dump["truth"]) == [SOUND]:
-            bits.setdefault(claimed, report.bits)
-        least = bits[claimed] - MARGIN if claimed in bits else None
-        actor = str(dump["actor"])
-        gap = (arrays["learner_logp"] - arrays["actor_logp"]).astype(np.float64)
-        mask = arrays.get("mask", np.ones(gap.shape, bool))
-        return cls(
-            what=str(dump["what"]),
-            kinds=tuple(str(kind) for kind in dump["truth"] if kind != SOUND),
-            is_16_bit=actor in SIXTEEN_BITS and actor == str(dump["learner"]),
-            report=report,
-            claimed=claimed,
-            claimed_report=mismatch(**arrays, precision=claimed) if claimed else report,
-            measured_report=mismatch(**arrays, precision=least) if claimed else report,
-            rms=float(np.sqrt(np.square(gap[mask]).mean())),
-        )
-
     @property
-    def truth(self) -> str:
-        return ", ".join(self.kinds) or SOUND
+    def report(self) -> MismatchReport:
+        return self.reports[REPORTS[0]]
 
-    def is_right(self, report: MismatchReport) -> bool:
+    def is_right(self, report: str) -> bool:
         """Is a sound dump called no bug, or a right kind of bug named first?"""
-        return report.kind in self.kinds if self.kinds else report.verdict != "bug"
-
-    def row(self) -> list[str]:
-        is_right = self.is_right(self.report), self.is_right(self.claimed_report)
-        return [
-            self.what,
-            self.truth,
-            RIGHT[is_right],
-            verdict_of(self.report),
-            verdict_of(self.claimed_report),
-            f"{self.report.bits:.1f}",
-            f"{self.report.sequence_sample_size:.2f}",
-            f"{self.report.kl_k3:.2g}",
-            f"{self.report.token_mult_prob_error:.3g}",
-        ]
+        said = self.reports[report]
+        return said.kind in self.kinds if self.kinds else said.verdict != "bug"
 
 
-RIGHT = {
-    (True, True): "yes",
-    (False, True): "with a precision",
-    (True, False): "without a precision",
-    (False, False): "no",
-}
-ROW = (
-    "what is done",
-    "truth",
-    "right",
-    "the report",
-    "with a precision",
-    "bits",
-    "sample size of sequences",
-    "k3",
-    "token_mult_prob_error",
-)
+def judged(path: Path, bits: dict[str, float]) -> Judged:
+    """`bits` are those of the first sound dump, by the precision that it claims. If this dump is the
+    first, its own are added."""
+    with np.load(path) as file:
+        dump = dict(file)
+    arrays = {name: dump[name] for name in ARRAYS if name in dump}
+    report = mismatch(**arrays)
+    kinds = tuple(str(kind) for kind in dump["truth"] if kind != "sound")
+    claimed = str(dump["claims"])
+    if not kinds:
+        bits.setdefault(claimed, report.bits)
+    reports = dict.fromkeys(REPORTS, report)
+    if claimed:
+        least = bits[claimed] - MARGIN if claimed in bits else None
+        reports[REPORTS[1]] = mismatch(**arrays, precision=claimed)
+        reports[REPORTS[2]] = mismatch(**arrays, precision=least)
+    gap = (arrays["learner_logp"] - arrays["actor_logp"]).astype(np.float64)
+    squares = np.square(gap[arrays.get("mask", np.ones(gap.shape, bool))])
+    is_16_bit = str(dump["actor"]) == str(dump["learner"]) in ("bf16", "fp16")
+    return Judged(str(dump["what"]), kinds, is_16_bit, reports, float(np.sqrt(squares.mean())))
 
 
 def verdict_of(report: MismatchReport) -> str:
     """The verdict of a report, and the kinds of bug in its words."""
-    if report.verdict != "bug":
-        return report.verdict
-    return f"bug: {', '.join(report.causes)}"
+    return f"bug: {', '.join(report.causes)}" if report.verdict == "bug" else report.verdict
 
 
-class Rule(NamedTuple):
-    """What judges dumps.
-
-    `verdict`   takes a dump that was judged, and returns "bug", "rounding" or UNDECIDED
-    `is_right`  does it name a right kind of bug first? None if a rule names no kind
-    """
-
-    name: str
-    verdict: Callable[[Judged], str]
-    is_right: Callable[[Judged], bool] | None = None
-
-    def count(self, dumps: list[Judged], verdict: str) -> str:
-        return f"{sum(self.verdict(x) == verdict for x in dumps)} of {len(dumps)}"
-
-
-def above(name: str, limit: float, number: Callable[[Judged], float], words: str = "") -> Rule:
-    """The rule that a number above a limit is a bug."""
-    return Rule(
-        f"{name} above {limit:.3g}{words}",
-        lambda x: "bug" if number(x) > limit else "rounding",
-    )
-
-
-def k3_of(x: Judged) -> float:
-    return x.report.kl_k3
-
-
-def rms_of(x: Judged) -> float:
-    return x.rms
-
-
-def rules(dumps: list[Judged]) -> list[Rule]:
-    return [
-        Rule("the report", lambda x: x.report.verdict, lambda x: x.is_right(x.report)),
-        Rule(
-            "the report with a precision",
-            lambda x: x.claimed_report.verdict,
-            lambda x: x.is_right(x.claimed_report),
-        ),
-        Rule(
-            f"the report with the bits of a sound dump, less {MARGIN:g}",
-            lambda x: x.measured_report.verdict,
-            lambda x: x.is_right(x.measured_report),
-        ),
-        above("k3", best_limit(dumps, k3_of), k3_of),
-        above("root mean square", best_limit(dumps, rms_of), rms_of),
-        above(
-            "token_mult_prob_error",
-            OF_NEMO,
-            lambda x: x.report.token_mult_prob_error,
-            " (NeMo-RL)",
-        ),
-        Rule("always rounding", lambda x: "rounding"),
-    ]
-
-
-def best_limit(dumps: list[Judged], number: Callable[[Judged], float]) -> float:
+def best_limit(dumps: list[Judged], numbers: list[float]) -> float:
     """The limit of a number that gives the largest share of bugs less the share of sound dumps.
 
     It lies in the middle between the numbers of two dumps.
     """
-    numbers = np.array([number(x) for x in dumps])
-    is_bug = np.array([bool(x.kinds) for x in dumps])
-    ordered = np.unique(numbers)
+    x = np.array(numbers)
+    is_bug = np.array([bool(dump.kinds) for dump in dumps])
+    ordered = np.unique(x)
     limits = (ordered[1:] + ordered[:-1]) / 2
-    gains = [
-        (numbers[is_bug] > limit).mean() - (numbers[~is_bug] > limit).mean() for limit in limits
-    ]
+    gains = [(x[is_bug] > limit).mean() - (x[~is_bug] > limit).mean() for limit in limits]
     return float(limits[int(np.argmax(gains))])
 
 
 def summary(dumps: list[Judged]) -> str:
-    """A line for each rule."""
-    bugs = [x for x in dumps if x.kinds]
-    sound = [x for x in dumps if not x.kinds]
-    uneven = [x for x in bugs if x.report.sequence_sample_size < UNEVEN]
+    """A line for each way to judge."""
+    k3 = [x.report.kl_k3 for x in dumps]
+    rms = [x.rms for x in dumps]
+    of_nemo = [x.report.token_mult_prob_error for x in dumps]
+    verdicts = {name: [x.reports[name].verdict for x in dumps] for name in REPORTS}
+    for name, numbers, limit, words in (
+        ("k3", k3, best_limit(dumps, k3), ""),
+        ("root mean square", rms, best_limit(dumps, rms), ""),
+        ("token_mult_prob_error", of_nemo, OF_NEMO, " (NeMo-RL)"),
+    ):
+        rule = f"{name} above {limit:.3g}{words}"
+        verdicts[rule] = ["bug" if number > limit else "rounding" for number in numbers]
+    verdicts["always rounding"] = ["rounding"] * len(dumps)
+    is_bug = [bool(x.kinds) for x in dumps]
+    is_sound = [not x for x in is_bug]
+    in_16_bits = [not x.kinds and x.is_16_bit for x in dumps]
+    uneven = [x.kinds and x.report.sequence_sample_size < UNEVEN for x in dumps]
+
+    def count(said: list[str], verdict: str, among: list[bool]) -> str:
+        chosen = [word for word, is_in in zip(said, among, strict=True) if is_in]
+        return f"{chosen.count(verdict)} of {len(chosen)}"
+
     rows = []
-    for rule in rules(dumps):
-        is_report = rule.is_right is not None
+    for name, said in verdicts.items():
+        right = undecided_bug = undecided_sound = "-"
+        if name in REPORTS:  # the simple rules name no kind, and are never undecided
+            right = f"{sum(x.is_right(name) for x in dumps if x.kinds)} of {sum(is_bug)}"
+            undecided_bug, undecided_sound = (count(said, UNDECIDED, x) for x in (is_bug, is_sound))
         rows.append(
             [
-                rule.name,
-                rule.count(bugs, "bug"),
-                f"{sum(map(rule.is_right, bugs))} of {len(bugs)}" if is_report else "-",
-                rule.count(bugs, UNDECIDED) if is_report else "-",
-                rule.count(sound, "bug"),
-                rule.count(sound, UNDECIDED) if is_report else "-",
-                rule.count([x for x in sound if x.is_16_bit], "bug"),
-                rule.count(uneven, "rounding"),
+                name,
+                count(said, "bug", is_bug),
+                right,
+                undecided_bug,
+                count(said, "bug", is_sound),
+                undecided_sound,
+                count(said, "bug", in_16_bits),
+                count(said, "rounding", uneven),
             ]
         )
     head = (
@@ -246,10 +1044,39 @@ def summary(dumps: list[Judged]) -> str:
     return table_of(head, rows)
 
 
+RIGHT = {
+    (True, True): "yes",
+    (False, True): "with a precision",
+    (True, False): "without a precision",
+    (False, False): "no",
+}
+
+
+def table_of_dumps(dumps: list[Judged]) -> str:
+    """A line for each dump, the sound ones first."""
+    head = "what is done", "truth", "right", "the report", "with a precision", "bits"
+    head += "sample size of sequences", "k3", "token_mult_prob_error"
+    rows = [
+        [
+            x.what,
+            ", ".join(x.kinds) or "sound",
+            RIGHT[x.is_right(REPORTS[0]), x.is_right(REPORTS[1])],
+            verdict_of(x.report),
+            verdict_of(x.reports[REPORTS[1]]),
+            f"{x.report.bits:.1f}",
+            f"{x.report.sequence_sample_size:.2f}",
+            f"{x.report.kl_k3:.2g}",
+            f"{x.report.token_mult_prob_error:.3g}",
+        ]
+        for x in sorted(dumps, key=lambda x: bool(x.kinds))
+    ]
+    return table_of(head, rows)
+
+
 def judge(folder: Path, out: Path) -> None:
     """Writes the table of all dumps in a folder, and beside it that of the rules alone."""
     bits = {}
-    dumps = [Judged.of(path, bits) for path in sorted((folder / "dumps").glob("*.npz"))]
+    dumps = [judged(path, bits) for path in sorted((folder / "dumps").glob("*.npz"))]
     about = json.loads((folder / "about.json").read_text())
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     model = textwrap.fill(
@@ -260,55 +1087,22 @@ def judge(folder: Path, out: Path) -> None:
     )
     command = f"python benchmarks/decoder_dumps.py judge DIR {out}"
     end = f"{model}\n\n`{command}` on {origin()}.\n"
-    rows = [x.row() for x in sorted(dumps, key=lambda x: bool(x.kinds))]
-    out.write_text(f"{summary(dumps)}\n\n{table_of(ROW, rows)}\n\n{end}")
-    short = out.with_name(f"{out.stem}_short.md")
-    short.write_text(f"{summary(dumps)}\n\n{end}")
-
-
-def make(folder: Path, only: str = "") -> None:
-    """Makes the dumps of a trained decoder, or those alone whose words have `only` in them."""
-    from decoder_faults import RECIPES
-    from small_decoder import Lab
-
-    lab = Lab(folder)
-    (folder / "dumps").mkdir(exist_ok=True)
-    for number, recipe in enumerate(RECIPES):
-        path = folder / f"dumps/{number:03}.npz"
-        if path.exists() or only not in recipe.what:
-            continue
-        # Two seeds for each dump: some sample twice
-        arrays = recipe.make(lab, seed=1000 * lab.about["seed"] + 2 * number)
-        np.savez_compressed(
-            path,
-            **arrays,
-            truth=np.array(recipe.kinds or (SOUND,)),
-            what=recipe.what,
-            claims=recipe.claims,
-            actor=recipe.actor,
-            learner=recipe.learner,
-        )
-        print(f"{number + 1} of {len(RECIPES)}: {recipe.what}", flush=True)
+    rules = summary(dumps)
+    out.write_text(f"{rules}\n\n{table_of_dumps(dumps)}\n\n{end}")
+    out.with_name(f"{out.stem}_short.md").write_text(f"{rules}\n\n{end}")
 
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    training = commands.add_parser("train")
-    training.add_argument("folder", type=Path)
-    training.add_argument("--seed", type=int, required=True)
-    training.add_argument("--seconds", type=float, default=300)
-    making = commands.add_parser("make")
-    making.add_argument("folder", type=Path)
-    making.add_argument("--only", default="", help="words of the dumps to make")
-    judging = commands.add_parser("judge")
-    judging.add_argument("folder", type=Path)
-    judging.add_argument("out", type=Path)
+    parser.add_argument("command", choices=("train", "make", "judge"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("out", type=Path, nargs="?", help="the table of judge")
+    parser.add_argument("--seed", type=int, default=1007)
+    parser.add_argument("--seconds", type=float, default=300, help="of training")
+    parser.add_argument("--only", default="", help="words of the dumps to make")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     if options.command == "train":
-        from small_decoder import train
-
         train(options.folder, options.seed, options.seconds)
     elif options.command == "make":
         make(options.folder, options.only)

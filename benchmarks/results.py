@@ -45,26 +45,20 @@ COMMANDS = {
     # Is the emulation of bfloat16 what torch does with bfloat16 parameters?
     "emulation": "python benchmarks/emulation.py benchmarks/results/emulation.md",
     # Also for scripts that others wrote?
-    "strangers": "python benchmarks/strangers.py table benchmarks/results/strangers.md",
-    "stacks_in_scripts": "python benchmarks/stacks_in_scripts.py table "
-    "benchmarks/results/stacks_in_scripts.md",
-    # What do optimizers, averages and sums that people run really do in few bits?
+    "strangers": "python benchmarks/scripts.py table benchmarks/results/strangers.md",
+    "stacks_in_scripts": "python benchmarks/scripts.py table benchmarks/results/stacks_in_scripts.md",
+    # What do optimizers that people run really do in few bits?
     "real_stacks": "python benchmarks/real_stacks.py benchmarks/results/real_stacks.md",
     # Who may act in few bits?
-    "acting_first": "python benchmarks/acting.py first benchmarks/results/acting_first.csv",
-    "acting_predicted": "python benchmarks/acting.py predict benchmarks/results/acting_predicted.csv",
+    "acting_first": "python benchmarks/acting.py measure benchmarks/results/acting_first.csv",
     "acting_measured": "python benchmarks/acting.py measure benchmarks/results/acting_measured.csv",
     "acting": "python benchmarks/acting.py table benchmarks/results/acting.md",
     # What do the rules of real stacks cost such policies?
-    "stack_rules_measured": "python benchmarks/stack_rules_in_lab.py measure "
+    "stack_rules_measured": "python benchmarks/acting.py measure "
     "benchmarks/results/stack_rules_measured.csv",
-    "stack_rules": "python benchmarks/stack_rules_in_lab.py table benchmarks/results/stack_rules.md",
+    "stack_rules": "python benchmarks/acting.py table benchmarks/results/stack_rules.md",
     # Is a gap of log-probabilities rounding or a bug?
-    "dumps": "python benchmarks/dumps.py report benchmarks/results/dumps.md",
-    # Also in dumps of a real decoder?
     "decoder_dumps": "python benchmarks/decoder_dumps.py judge DIR benchmarks/results/decoder_dumps.md",
-    # What do RL stacks for language models do about actor and learner by default?
-    "stack_defaults": "python benchmarks/stack_defaults.py benchmarks/results/stack_defaults.md",
     # How long does one wait, beside what one would use instead?
     "waits": "python benchmarks/waits.py benchmarks/results/waits.md --only clone train study",
     "from_start": "python benchmarks/waits.py benchmarks/results/from_start.md --only train train_long",
@@ -108,16 +102,7 @@ NEEDED_PACKAGES = {
     "populations": ("jax",),
     "populations_cuda": ("jax",),
     "fp8_sums": ("mmaemu", "torchao"),
-    "stack_defaults": ("yaml",),
-    "real_stacks": (
-        "torchao",
-        "bitsandbytes",
-        "optimi",
-        "heavyball",
-        "schedulefree",
-        "pytorch_optimizer",
-        "ema_pytorch",
-    ),
+    "real_stacks": ("torchao", "bitsandbytes", "optimi", "heavyball"),
 }
 ON_CUDA = ("fp8_layer", "placements", "populations_cuda", "widths_cuda", "acting_kernel")
 # What a reader of a page does not need of a last line

@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from fp8rl.doctor import Doctor
-from fp8rl.doctor.ruler import Ruler, in_parts
+from fp8rl.doctor.ruler import Ruler
 from fp8rl.doctor.watcher import Watcher
 
 PARTS = 24  # of a training, in each of which the rate is constant
@@ -42,13 +42,13 @@ def rates_over_time(watcher: Watcher, text: str, length: int) -> dict[str, list]
     """The rates of each tensor in parts of the training, [parts, T], and the standard deviation of
     a number's noise in one update. `length` is the doctor's number of updates in a window."""
     ruler = ruler_of(watcher, text)
-    row = ruler.texts.index(text)
-    windows = [sums.of_row(row) for sums in ruler.windows]
-    parts = in_parts(windows, PARTS) if windows else []
-    across = [np.maximum(sums.apart - (sums.rates - 1) ** 2 * sums.true, 0) for sums in parts]
+    if not ruler.windows:
+        return {"tensor_rates": [], "tensor_noise": []}
+    sums = ruler.in_parts(ruler.texts.index(text), PARTS)
+    across = np.maximum(sums.apart - (sums.rates - 1) ** 2 * sums.true, 0)
     return {
-        "tensor_rates": [sums.rates.tolist() for sums in parts],
-        "tensor_noise": [np.sqrt(square / length).tolist() for square in across],
+        "tensor_rates": sums.rates.tolist(),
+        "tensor_noise": np.sqrt(across / length).tolist(),
     }
 
 

@@ -21,7 +21,7 @@ the median of the ratios within the rounds. Each round has a seed of its own.
     --nanogpt DIR
 
 The last two rows need a clone of github.com/vwxyzjn/cleanrl or github.com/karpathy/nanoGPT (see
-strangers.py).
+scripts.py).
 
 The scripts train with 16 environments, rollouts of 32 steps and one torch thread, in float32. All but
 the defaults of this package learn from new steps alone. JAX compiles at every start; "compiled
@@ -50,7 +50,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
-import strangers
+import scripts
 from files import Journal, table_of
 
 from fp8rl.machine.hardware import cores, hardware, origin
@@ -64,6 +64,7 @@ SHORT, LONG = 100_000, 1_000_000  # steps of a training
 # ones. JAX's loop learns 9 times from each of 97 rollouts of 1,024 rows.
 STUDY_SHAPE = {"num-envs": 16, "rollout-length": 64, "updates": 9, "steps": SHORT}
 STUDY_AGENTS = 4 * 30
+SCRIPTS = scripts.STUDIES["strangers"].scripts
 WATCHED = {"watch": "ppo, CartPole", "watch_gpt": "nanoGPT at 0.001"}
 COLUMNS = ("row", "contestant", "round", "seconds", "megabytes", "greedy_return", "machine")
 
@@ -172,18 +173,18 @@ def jax_agents(processes: int) -> list[Command]:
 
 def watching_contestants(name: str, clone: Path) -> list[Contestant]:
     """A script that others wrote, alone and watched."""
-    script = strangers.SCRIPTS[name]
+    script = SCRIPTS[name]
     if script.folder == "nanogpt":
-        strangers.prepare_text(clone)
+        scripts.prepare_text(clone)
 
     def running(under: list[str]) -> Callable[[int], list[Command]]:
-        words = strangers.command_of(script, clone, FIRST_SEED, under)
+        words = scripts.command_of(script, clone, FIRST_SEED, under)
         return lambda seed: [Command(*words)]
 
     return [
         Contestant(name, running([])),
         Contestant(
-            "the same under `python -m fp8rl.doctor watch`", running([*strangers.DOCTOR, "watch"])
+            "the same under `python -m fp8rl.doctor watch`", running([*scripts.DOCTOR, "watch"])
         ),
     ]
 
@@ -216,7 +217,7 @@ def contestants_of_rows(work: Path, clones: dict[str, Path]) -> dict[str, list[C
         ],
     }
     for row, name in WATCHED.items():
-        if clone := clones.get(strangers.SCRIPTS[name].folder):
+        if clone := clones.get(SCRIPTS[name].folder):
             rows[row] = watching_contestants(name, clone)
     return rows
 

@@ -72,6 +72,38 @@ def list_of_tensors(model):
     return lambda model: swa_utils.get_ema_multi_avg_fn(0.99)(shadow, [*model.parameters()], 0)
 
 
+def free(model) -> None:
+    """Frees the memory of parameters, as sharding does while they are not needed."""
+    for p in model.parameters():
+        p.untyped_storage().resize_(0)
+
+
+def beside_average(make_unreadable, at=0):
+    """A target network beside a network of its kind that cannot be read from a step on."""
+
+    def make(model):
+        move = target_network(model)
+        other = copy.deepcopy(model).requires_grad_(False)
+        steps = itertools.count()
+
+        def after(model):
+            if next(steps) == at:
+                make_unreadable(other)
+            move(model)
+
+        return after
+
+    return make
+
+
+def lazy_layer(model) -> None:
+    model[0] = nn.LazyLinear(16)
+
+
+def sparse_weight(model) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.detach().to_sparse())
+
+
 def twin(model):
     """A network of equal shapes that another optimizer trains."""
     other = QNetwork()
@@ -114,15 +146,38 @@ AVERAGES = {  # what is beside the model, updates, after how many it moves, what
     "by hand": (by_hand, 120, 1, []),
     "copy": (with_options(target_network, tau=1.0), 120, 2, []),
 }
+UNREADABLE = {
+    "meta": lambda model: model.to("meta"),
+    "bfloat16": lambda model: model.bfloat16(),
+    "lazy": lazy_layer,
+    "sparse": sparse_weight,
+    "freed": free,
+    "half made": lambda model: vars(model).update(part=nn.Linear.__new__(nn.Linear)),
+}
+for kind, change in UNREADABLE.items():
+    for at in (0, 50):  # before the first search, and after it
+        make = beside_average(change, at)
+        AVERAGES[f"{kind} from step {at}"] = (make, 120, 1, [ONE.format("0.005")])
 
 
 @pytest.mark.parametrize("kind", AVERAGES)
 def test_running_averages_are_found_and_nothing_else_is(kind):
     make, updates, every, expected = AVERAGES[kind]
     doctor = watched(make, updates, every)
-    averages = json.loads(doctor.to_json(doctor.report()))["averages"]
+    report = doctor.report()
+    assert not [note for note in report.notes if "failed" in note]
+    averages = json.loads(doctor.to_json(report))["averages"]
     names = [average["name"].replace(" [2]", "") for average in averages]  # a second one's number
     assert sorted(names) == sorted(expected)
+
+
+def test_a_search_that_fails_leaves_the_optimizer_judged(monkeypatch):
+    monkeypatch.setattr("fp8rl.doctor.rows.kind_of", lambda module: 1 / 0)
+    report = watched(target_network).report()
+    assert {finding.optimizer for finding in report} == {"optimizer 0 (Adam)"}
+    assert report[0].rate > 0
+    (note,) = report.notes
+    assert "the search for running averages failed after 31 steps (ZeroDivisionError: " in note
 
 
 def test_a_found_average_is_judged_in_report_and_json():

@@ -23,12 +23,13 @@ from typing import NamedTuple
 
 import acting
 import breakage_map
+import decoder_dumps
 import noise_dumps
 import numpy as np
 import pytest
 import rates
 import results
-import small_decoder
+import scripts
 import tasks
 import torch
 import twin
@@ -85,7 +86,7 @@ IN_ONE_PROCESS = SimpleNamespace(get_context=lambda _: OneProcess())
 
 
 def other_library(algorithm: str, config: Config) -> History:
-    """Stands in for zoo.train, which needs Stable-Baselines3."""
+    """Stands in for tasks.train_peer, which needs Stable-Baselines3."""
     history = History()
     every = config.eval_every or config.steps
     for i, steps in enumerate(range(every, config.steps + 1, every)):
@@ -98,13 +99,13 @@ def short_tasks(module, monkeypatch) -> None:
     found = {task: (8000, 32, 16, goal) for task, (*_, goal) in tasks.TASKS.items()}
     of_seeds = tasks.configs_of
     is_there = SimpleNamespace(find_spec=lambda name: True)
-    monkeypatch.setattr(tasks.zoo, "train", other_library)
     for name, value in {
         "Config": config_class(**QUICK),
         "TASKS": found,
         "best_of": {tasks.CART: 199.0, tasks.LQR: -5.0}.get,
         "importlib": SimpleNamespace(util=is_there),
         "configs_of": lambda *arm: of_seeds(*arm)[:2],
+        "train_peer": other_library,
         "through_gymnasium": lambda config: other_library("", config),
         "mark_of": functools.cache(tasks.mark_of.__wrapped__),  # of these settings
     }.items():
@@ -168,167 +169,6 @@ def rates_in_steps(module, out: Path) -> None:
     for command, name in {"predict": "predicted", "measure": "measured"}.items():
         module.main([command, str(out / f"rates_{name}.csv")])
     module.main(["table", str(out / "rates.md")])
-
-
-def few_experiments(module, monkeypatch) -> None:
-    setting = module.Setting(updates=20, batch=8, units=8, start=0.01)
-    first = {32: module.arms_of({"e8m3": module.ENDS})}
-    others = {32: module.arms_of({"fp8": module.ENDS})}
-    experiments = {
-        "first": module.Experiment(setting, range(2), first),
-        "other formats": module.Experiment(setting, range(1000, 1002), others),
-    }
-    monkeypatch.setattr(module, "SHORT", {"first": "recurrent"})
-    monkeypatch.setattr(module, "EXPERIMENTS", experiments)
-    monkeypatch.setattr(laboratory, "MOST_PRETRAINING", 20)
-    # So few updates may end without any success, of which there would be no shares
-    rewards = module.Laboratory.learner_rewards
-    more = lambda *arguments: rewards(*arguments) + 0.01  # noqa: E731
-    monkeypatch.setattr(module.Laboratory, "learner_rewards", more)
-
-
-def acting_in_steps(module, out: Path) -> None:
-    module.RESULTS = out
-    for command, name in {"first": "first", "predict": "predicted", "measure": "measured"}.items():
-        module.main([command, str(out / f"acting_{name}.csv")])
-    module.main(["table", str(out / "acting.md")])
-
-
-def few_rules(module, monkeypatch) -> None:
-    """Every rule in one small setting; without trainings that end without any success."""
-    setting = module.TWO_LAYERS._replace(updates=20, batch=8, units=8, length=4, start=0.01)
-    experiments = {
-        "attention": module.Experiment(setting, range(2000, 2002), {4: module.EVERY_RULE}),
-        "attention, 4 minibatches": module.Experiment(
-            setting._replace(minibatches=2),
-            range(2000, 2002),
-            {4: module.IN_MINIBATCHES},
-        ),
-    }
-    monkeypatch.setattr(module, "EXPERIMENTS", experiments)
-    monkeypatch.setattr(laboratory, "MOST_PRETRAINING", 20)
-    rewards = module.Laboratory.learner_rewards
-    more = lambda *arguments: rewards(*arguments) + 0.01  # noqa: E731
-    monkeypatch.setattr(module.Laboratory, "learner_rewards", more)
-
-
-def stack_rules_in_steps(module, out: Path) -> None:
-    module.RESULTS = out
-    module.main(["measure", str(out / "stack_rules_measured.csv")])
-    found = Journal(out / "stack_rules_measured.csv", module.FIELDS).rows()
-    assert len(found) == 2 * (len(module.EVERY_RULE) + len(module.IN_MINIBATCHES))
-    module.main(["measure", str(out / "stack_rules_measured.csv")])  # nothing is left to do
-    assert Journal(out / "stack_rules_measured.csv", module.FIELDS).rows() == found
-    predicted = [{**row, "predicted": 0.1, "why": "a guess"} for row in found[2::2]]
-    lines = [{name: row[name] for name in module.PREDICTED} for row in predicted]
-    Journal(out / "stack_rules_predicted.csv", module.PREDICTED).write(lines)
-    module.main(["table", str(out / "stack_rules.md")])
-
-
-def stubbed_scripts(module, monkeypatch) -> None:
-    """Trainings that only print."""
-
-    def run(words: list[str], **_) -> SimpleNamespace:
-        if words[2] == "watch":
-            finding = {"place": "weights", "format": "e4m3", "verdict": "slower", "rate": 0.2}
-            report = {"optimizers": [{"findings": [finding]}]}
-            Path(words[4]).write_text(json.dumps(report))
-        reached = 20 if {"keep", "train"} & {*words} else 100
-        printed = f"global_step=1, episodic_return=[{reached}]"
-        return SimpleNamespace(returncode=0, stdout=printed, stderr="")
-
-    ppo = module.SCRIPTS["ppo, CartPole"]._replace(seeds=(1,))
-    monkeypatch.setattr(module, "SCRIPTS", {"one": ppo, "another": ppo})
-    monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=run))
-
-
-def strangers_in_steps(module, out: Path) -> None:
-    module.main(["run", str(out / "strangers.csv"), "--cleanrl", str(out)])
-    module.main(["table", str(out / "strangers.md")])
-    assert "this holds in 2 of 2" in (out / "strangers.md").read_text()
-
-
-def stubbed_stacks(module, monkeypatch) -> None:
-    """Trainings that only print: bfloat16 stands still, and the doctor says so."""
-
-    def output_of(script, clone, seed, doctor) -> str:
-        if doctor[:1] == ["watch"]:
-            findings = [
-                {
-                    "place": stack.partition("=")[0],
-                    "format": stack.partition("=")[2],
-                    "verdict": "stalls" if "model" in stack else "as float32",
-                    "rate": 0.1,
-                    "last": None,
-                    "longest_step": 2.0,
-                    "bytes_per_parameter": 6.0,
-                }
-                for stack in module.STACKS
-            ]
-            report = {"optimizers": [{"findings": findings}]}
-            Path(doctor[-1]).write_text(json.dumps(report))
-        reached = 20 if doctor == ["keep", "model=bf16"] else 100
-        return f"global_step=1, episodic_return=[{reached}]"
-
-    ppo = module.SCRIPTS["ppo, CartPole"]
-    scripts = {"one": ppo, "another": ppo._replace(chosen=False)}
-    monkeypatch.setattr(module, "SCRIPTS", scripts)
-    monkeypatch.setattr(module, "output_of", output_of)
-
-
-def stacks_in_steps(module, out: Path) -> None:
-    journal = str(out / "stacks_in_scripts.csv")
-    for command in ("train", "watch", "watch"):  # which goes on where it ended
-        module.main([command, journal, "--cleanrl", str(out)])
-    module.main(["table", str(out / "stacks_in_scripts.md")])
-    text = (out / "stacks_in_scripts.md").read_text()
-    assert "4 of 4; a lookup" in text
-
-
-def few_characters(module, monkeypatch) -> None:
-    numbers = torch.arange(1_000) % 5
-    monkeypatch.setattr(module, "characters", lambda: (numbers, numbers, 5))
-
-
-def few_dumps(module, monkeypatch) -> None:
-    shapes = module.Shape("recurrent", 8, 8), module.Shape("attention", 8, 8)
-    monkeypatch.setattr(module, "CHOSEN_ON", shapes[:1])
-    monkeypatch.setattr(module, "REPORTED_ON", shapes)
-    monkeypatch.setattr(module, "ROUNDINGS", [module.ROUNDINGS[0], module.E4M3])
-    imitate = module.Policies.imitate
-    monkeypatch.setattr(module.Policies, "imitate", lambda policies, _: imitate(policies, 1))
-
-
-def dumps_in_steps(module, out: Path) -> None:
-    module.main(["choose"])
-    module.main(["report", str(out / "dumps.md")])
-
-
-def saved_dump(path: Path, dump, **facts) -> None:
-    """Saves a dump without a model as decoder_dumps.py does."""
-    arrays = {"learner_logp": dump.learner_logp, "actor_logp": dump.actor_logp, "mask": dump.mask}
-    facts = {"what": path.stem, "claims": "", "actor": "bf16", "learner": "bf16"} | facts
-    np.savez(path, **arrays, truth=np.array([dump.bug or "sound"]), **facts)
-
-
-def three_dumps_of_a_decoder(module, out: Path) -> None:
-    """Two sound dumps, and one with a temperature."""
-    folder = out / "decoder"
-    (folder / "dumps").mkdir(parents=True)
-    about = {"parameters": 1, "seed": 1, "steps": 1, "seconds": 1.0, "loss": 1.0, "versions": {}}
-    (folder / "about.json").write_text(json.dumps(about))
-    shape = noise_dumps.DumpShape(32, 32, True)
-    for seed, size in enumerate((0.001, 0.01)):
-        dump = noise_dumps.sound_dump(shape, "Gaussian", size, seed, False)
-        saved_dump(folder / f"dumps/{seed}.npz", dump, claims="bf16")
-    bug = noise_dumps.buggy_dump("temperature", shape, "Gaussian", 0.01, 0)
-    saved_dump(folder / "dumps/2.npz", bug)
-    module.main(["judge", str(folder), str(out / "decoder_dumps.md")])
-    short = (out / "decoder_dumps_short.md").read_text()
-    assert "| the report | 1 of 1 | 1 of 1 | 0 of 1 | 0 of 2 | 0 of 2 | 0 of 2 | 0 of 0 |" in short
-    assert "| always rounding | 0 of 1 | - | - | 0 of 2 | - | 0 of 2 |" in short
-    text = (out / "decoder_dumps.md").read_text()
-    assert "| 2 | temperature | yes | bug: temperature | bug: temperature |" in text
 
 
 def commands_here(module, monkeypatch) -> None:
@@ -470,26 +310,6 @@ def one_speed(module, monkeypatch) -> None:
     monkeypatch.setattr(module, "speeds", lambda script, updates: [1e5, 2e5, 3e5])
 
 
-def one_stack(module, monkeypatch) -> None:
-    """One line of torch alone: the others compile for minutes."""
-
-    def line(section) -> None:
-        training = module.Training(module.constant(1.0), 64)
-        make = module.adam(lr=3e-3)
-        in_bf16 = module.mean_at_end(training, make, module.BF16)
-        in_float32 = module.mean_at_end(training, make)
-        says = training.doctor(make, "model=bf16:loop")
-        section.add("torch", "Adam, bf16", "weight", in_bf16, in_float32, says)
-
-    monkeypatch.setattr(module, "SECTIONS", {"torch": line})
-
-
-def no_releases(module, monkeypatch) -> None:
-    """No release is downloaded."""
-    monkeypatch.setattr(module, "fetch", lambda folder: {"trl": module.Release(folder)})
-    monkeypatch.setattr(module, "STACKS", {"a stack": ("trl", lambda releases: module.QUESTIONS)})
-
-
 class Run(NamedTuple):
     """The smallest run of a benchmark.
 
@@ -517,27 +337,6 @@ RUNS = {
         },
         short_tasks,
         learn_again,
-    ),
-    "tasks": Run(
-        {
-            "tasks.md": {"task", "arm", "median score"},
-            "tasks_short.md": {"FP8"},
-            "tasks_replay.md": {"task", "17 updates on the new rollout"},
-            "tasks.png": set(),
-        },
-        prepare=short_tasks,
-        # Not the module of this run: others import it, and it was prepared
-        call=lambda module, out: tasks.main(
-            out / "tasks.md",
-            [tasks.CART, tasks.CARTPOLE, "LunarLander-v3"],
-            list(tasks.ARMS),
-            False,
-        ),
-    ),
-    "film": Run(
-        {"film.gif": set(), "curves.png": set()},
-        {"Config": config_class(**SHORT), "SEEDS": range(5000, 5001), "FRAMES": 2},
-        call=lambda module, out: module.main(out),
     ),
     "published": Run(
         {"published.md": {"settings", "seeds that reach 100", "median final return"}},
@@ -599,53 +398,10 @@ RUNS = {
         few_settings,
         rates_in_steps,
     ),
-    "characters": Run(
-        {"characters.md": {"kept", "stored, bytes a parameter"}, "characters.png": set()},
-        {"UPDATES": 2, "EVERY": 1, "SEEDS": 1, "UNITS": 8},
-        few_characters,
-    ),
     "emulation": Run(
         {"emulation.md": {"gradients", "weights equal", "movement"}},
         {"SIZE": 16, "STEPS": 4},
         lambda module, _: module.FORMS.pop("compiled"),
-    ),
-    "strangers": Run(
-        {"strangers.md": {"the doctor, from seed 1", "lost", "the twin lost"}},
-        {"FORMATS": ("weights=e4m3",)},
-        stubbed_scripts,
-        strangers_in_steps,
-    ),
-    "stacks_in_scripts": Run(
-        {"stacks_in_scripts.md": {"real optimizer", "float32", "with it", "held"}},
-        {"STACKS": ("model=bf16", "optimizer=torchao-8bit")},
-        stubbed_stacks,
-        stacks_in_steps,
-    ),
-    "acting": Run(
-        {"acting.md": {"T / H", "Spearman: T / H", "dead prompts"}, "acting.png": set()},
-        {"multiprocessing": IN_ONE_PROCESS, "RESULTS": None, "WATCHED": [900]},
-        few_experiments,
-        acting_in_steps,
-    ),
-    "stack_rules": Run(
-        {"stack_rules.md": {"AReaL, default", "silent prompts", "nothing is lost"}},
-        {"multiprocessing": IN_ONE_PROCESS, "RESULTS": None},
-        few_rules,
-        stack_rules_in_steps,
-        "stack_rules_in_lab",
-    ),
-    "dumps": Run(
-        {"dumps.md": {"planted bug", "called a bug", "without advantages", "stale copy"}},
-        {"POLICIES": 1, "SEQUENCES": 24, "BATCH": 16, "TOKENS": 6, "UPDATES_OF_POLICY": 8},
-        few_dumps,
-        dumps_in_steps,
-    ),
-    "decoder_dumps": Run(
-        {
-            "decoder_dumps.md": {"rule", "what is done", "truth", "with a precision"},
-            "decoder_dumps_short.md": {"rule", "sound, called a bug"},
-        },
-        call=three_dumps_of_a_decoder,
     ),
     "codecs": Run(
         {"table.md": {"arm", "lowest seed"}, "curves.png": set(), "results.csv": set()},
@@ -748,14 +504,6 @@ RUNS = {
         {"fp8_sums.md": {"operands", "emulated", "H100, fast", "blocks clipped"}},
         {"LENGTHS": (64, 128), "SIZE": 16, "BLOCKS": 100},
     ),
-    "real_stacks": Run(
-        {"real_stacks.md": {"what is run", "in few bits", "in float32", "the doctor"}},
-        prepare=one_stack,
-    ),
-    "stack_defaults": Run(
-        {"stack_defaults.md": {"", "a stack"}},
-        prepare=no_releases,
-    ),
 }
 
 
@@ -804,14 +552,15 @@ def test_a_benchmark_writes_its_tables(name, one_process, monkeypatch, tmp_path)
 
 
 def test_every_command_has_a_run_here():
-    scripts = {
+    found = {
         Path(word).stem
         for command in results.COMMANDS.values()
         for word in command.split()
         if word.endswith(".py")
     }
     others = {"waits", "replay_layouts"}  # have tests of their own below
-    assert scripts == {run.module or name for name, run in RUNS.items()} | others
+    runs = {run.module or name for name, run in (RUNS | SMOKE).items()}
+    assert found == runs | others
 
 
 SCRIPTS = [
@@ -913,28 +662,6 @@ def test_a_journal_refuses_a_file_with_other_columns(tmp_path):
 # Scores and verdicts
 
 
-def test_an_algorithm_of_stable_baselines3_is_evaluated_at_every_multiple_and_at_the_end():
-    model = SimpleNamespace(
-        num_timesteps=0,
-        n_envs=8,
-        action_space=SimpleNamespace(),
-        get_vec_normalize_env=lambda: None,
-        predict=lambda obs, deterministic: (bang_bang(torch.from_numpy(obs)).numpy(), None),
-    )
-    evaluator = tasks.zoo.Evaluator(small(eval_every=16, eval_episodes=3))
-    for steps in range(8, 48, 8):
-        model.num_timesteps = steps
-        assert evaluator({"self": model}, {})
-    history = evaluator.end()
-    assert history.column("steps").tolist() == [16, 32, 40]
-    assert (history.column("eval_return") > 190).all()
-
-
-def test_a_task_trains_through_gymnasium():
-    config = small(env_id="CartPole-v1", steps=512, eval_every=0, eval_episodes=1, precision="fp8")
-    assert tasks.through_gymnasium(config).last["eval_return"] > 0
-
-
 def test_rungs_change_one_thing_at_a_time():
     import ladder
 
@@ -1000,21 +727,6 @@ def test_below_the_codecs_table_every_failing_seed_is_named_and_the_control_is_j
     assert text.endswith("and it does: 2 of 3 fail.")
     text = codecs.failures({"fp32": plain, codecs.CONTROL: plain}, start=6.0)
     assert "Seeds that fail: none." in text and text.endswith("and it does not: 0 of 3 fail.")
-
-
-def test_a_film_keeps_the_last_picture_of_a_policy_that_has_left_the_track():
-    film = imported("film")
-    gif = film.film({"good": bang_bang, "bad": lambda obs: 1}, frames=8)
-    picture = Image.open(io.BytesIO(gif))
-    assert picture.format == "GIF" and picture.n_frames == 8 and picture.size == (480, 480)
-    frames = []
-    for k in (0, 6, 7):
-        picture.seek(k)
-        frames.append(np.asarray(picture.convert("RGB")).astype(int))
-    # But for its palette a picture that is kept stays the same
-    moved = np.abs(frames[2] - frames[1]).mean((1, 2))
-    assert moved[240:].mean() < 0.5 < moved[:240].mean()
-    assert (frames[0] != frames[1]).any()
 
 
 def test_break_even_is_the_width_from_which_fp8_stays_faster():
@@ -1197,14 +909,6 @@ def test_a_lookup_does_not_know_the_cell_that_it_predicts(tmp_path, monkeypatch)
     assert [cell.neighbour for cell in cells[:3]] == pytest.approx([0.1, 0.5, 0.1])
 
 
-def test_a_lookup_of_a_stranger_leaves_its_own_script_out():
-    import strangers
-
-    lost = {"ppo": 0.9, "dqn": 0.2, "c51": 0.4}
-    found = [strangers.Outcome(name, "m=bf16", "stalls", loss, 0.0) for name, loss in lost.items()]
-    assert strangers.lookup(found[0], found) == pytest.approx(0.3)
-
-
 def test_scores_of_predictions():
     def cell(name, rate, measured, twin):
         numbers = 0.5, 0.5, 0.5, 0.0, 0.0
@@ -1216,160 +920,6 @@ def test_scores_of_predictions():
     assert rates.pairs_in_order(cells, lambda cell: 0)[0] == 0.5
     assert rates.auc(np.array([1.0, 2.0, 2.0]), np.array([False, True, False])) == 0.75
     assert np.isnan(rates.auc(np.ones(2), np.ones(2, bool)))
-
-
-# Who may act in few bits
-
-
-def row_of(correction: str, seed: int, learner: float, form: str = "e8m2") -> dict:
-    """A measured row of the laboratory, as its file has it."""
-    row = {"experiment": "first", "length": "8", "format": form, "correction": correction}
-    numbers = {"seed": seed, "learner": learner, "actor": 0.5, "dead": 1, "start": 0.4}
-    return row | {name: str(number) for name, number in numbers.items()}
-
-
-def test_losses_of_the_laboratory_are_shares_of_float32_s_success():
-    rows = [row_of("none", seed, 0.8, "fp32") for seed in (3, 4)]
-    rows += [row_of("clip", 3, 0.2), row_of("clip", 4, 0.4)]
-    cells = acting.cells_of(rows)
-    cell = cells["first", 8, "e8m2", "clip"]
-    assert np.isclose(cell.loss, 1 - 0.3 / 0.8) and np.isclose(cell.dead, 1 / 4)
-    assert np.isclose([cell.low, cell.high], [1 - 0.4 / 0.8, 1 - 0.2 / 0.8]).all()
-    assert cells["first", 8, "fp32", "none"].loss == 0
-
-
-def test_a_curve_of_losses_only_rises():
-    curve = acting.Curve([1, 100, 10, 1000], [0.0, 0.1, 0.3, 0.6])
-    assert np.allclose([curve(x) for x in (0.1, 1, 10, 50, 100, 1e6)], [0, 0, 0.2, 0.2, 0.2, 0.6])
-    assert 0.2 < curve(300) < 0.6
-
-
-def test_ranks_of_the_laboratory_are_scipy_s():
-    assert np.isclose(acting.spearman([1, 2, 3, 4], [1, 8, 9, 70]), 1)
-    assert np.isclose(acting.spearman([1, 2, 3, 4], [4, 3, 2, 2]), -0.9486833)
-    assert np.isnan(acting.spearman([1, 1], [1, 2]))
-
-
-def test_jobs_of_the_laboratory_train_every_arm_and_seed_once_and_keep_seeds_apart():
-    for name, experiment in acting.EXPERIMENTS.items():
-        jobs = acting.jobs_of([name])
-        pairs = [(job.length, seed) for job in jobs for seed in job.seeds]
-        assert sorted(pairs) == sorted(itertools.product(experiment.arms, experiment.seeds))
-        for arms in experiment.arms.values():
-            assert len(set(arms)) == len(arms) and arms[0] == acting.Arm()
-        assert (max(experiment.seeds) < 1000) == (name == "first")
-
-
-def test_rules_of_stacks_were_predicted_for_every_arm_of_fresh_seeds():
-    import stack_rules_in_lab
-
-    predicted = Journal(results.RESULTS / "stack_rules_predicted.csv", stack_rules_in_lab.PREDICTED)
-    keys = [stack_rules_in_lab.key_of(row) for row in predicted.rows()]
-    arms = [
-        (name, length, arm)
-        for name, experiment in stack_rules_in_lab.EXPERIMENTS.items()
-        for length, of_length in experiment.arms.items()
-        for arm in of_length
-    ]
-    assert len(set(arms)) == len(arms)
-    trained = [
-        {"experiment": name, "length": length, **arm._asdict()}
-        for name, length, arm in arms
-        if arm != acting.Arm()
-    ]
-    assert sorted(keys) == sorted(map(stack_rules_in_lab.key_of, trained))
-    jobs = [
-        (job.experiment, job.length, seed)
-        for job in stack_rules_in_lab.jobs()
-        for seed in job.seeds
-    ]
-    expected = []
-    for name, experiment in stack_rules_in_lab.EXPERIMENTS.items():
-        assert min(experiment.seeds) >= 2000
-        expected += itertools.product([name], experiment.arms, experiment.seeds)
-    assert sorted(jobs) == sorted(expected)
-
-
-def test_what_is_predicted_of_the_laboratory_uses_only_what_each_rule_knows():
-    known = {
-        ("first", length, form, "clip"): acting.Cell(loss, 0, 0, 0, 0, 0)
-        for length, form, loss in ((8, "e8m3", 0.0), (8, "e8m1", 0.2), (32, "e8m1", 0.6))
-    }
-    horizons = {("first", length, "e8m1"): (0.9, 10.0) for length in (8, 32)}
-    horizons["first", 8, "e8m3"] = (0.99, 100.0)
-    found = acting.predictions(known, horizons, 32, "fp8", 0.99, 100.0)
-    assert found["format alone"] == 0.0  # that of three bits
-    assert np.isclose(found["length alone"], 0.6)
-    assert 0 < found["predicted"] < 0.2 and np.isclose(found["sample size alone"], 0.0)
-
-
-# Dumps of a real decoder
-
-
-def a_rollout(prompts: list[list[int]]) -> small_decoder.Rollout:
-    """Answers of 3 tokens, of which the first sequence has 2."""
-    tokens = torch.tensor([[5, small_decoder.END, small_decoder.PAD], [4, 3, 5]])
-    mask = tokens != small_decoder.PAD
-    return small_decoder.Rollout(prompts, tokens, mask, mask, torch.zeros(2, 3))
-
-
-@pytest.mark.parametrize("offset", (0, -1, 1))
-def test_a_learner_scores_answers_after_prompts_of_any_length(offset):
-    prompts = [[2, 3], [2, 4, 5, 3]]
-    rollout = a_rollout(prompts)
-    inputs = small_decoder.inputs_of(prompts, rollout)
-    assert inputs.positions.tolist() == [[0, 0, 0, 1, 2, 3, 3], [0, 1, 2, 3, 4, 5, 6]]
-    table = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
-
-    def model(input_ids, **_):  # whose logits depend on the last token that it has read
-        return SimpleNamespace(logits=table[input_ids])
-
-    logp = small_decoder.Lab.score(None, model, inputs, rollout.tokens, offset=offset, batch=1)
-    for row, (prompt, answer) in enumerate(zip(prompts, rollout.tokens.tolist(), strict=True)):
-        text = prompt + answer
-        for t, token in enumerate(answer):
-            read = text[len(prompt) + t - 1 + offset]
-            assert logp[row, t] == table[read].log_softmax(-1)[token]
-
-
-def test_a_learner_reads_what_a_fault_puts_before_answers():
-    import decoder_faults as faults
-
-    prompts = [[2, 3], [2, 4, 5, 3]]
-    rollout = a_rollout(prompts)
-    assert faults.after_neighbour(None, rollout) == [[2, 3], [2, 3, 5, 1, 2, 4, 5, 3]]
-    assert faults.begin_missing(None, rollout) == [[3], [4, 5, 3]]
-    reads = faults.sliding_window(small_decoder.inputs_of(prompts, rollout), rollout).attention
-    assert reads.shape == (2, 1, 7, 7)
-    # The first answer of the first sequence reads its prompt and itself, and padding reads itself
-    assert reads[0, 0, 4].tolist() == [False, False, True, True, True, False, False]
-    assert reads[0, 0, 1].tolist() == [False, True, *[False] * 5]
-
-
-def test_recipes_of_dumps_name_kinds_of_the_report():
-    import decoder_faults as faults
-
-    assert not any(recipe.kinds for recipe in faults.SOUND)
-    for recipe in faults.BUGS:
-        assert recipe.kinds and set(recipe.kinds) <= set(MEANING), recipe
-    assert {recipe.claims for recipe in faults.RECIPES} <= {"", *BITS_LEFT}
-
-
-def test_a_small_decoder_trains_and_makes_dumps(monkeypatch, tmp_path):
-    for package in small_decoder.PACKAGES[:1]:
-        pytest.importorskip(package)
-    monkeypatch.setattr(
-        small_decoder, "documents", lambda: (f"x = {i * i}\n" * 9 for i in range(99))
-    )
-    monkeypatch.setattr(small_decoder, "HELD_OUT", 40)
-    monkeypatch.setattr(small_decoder, "WINDOW", 16)
-    monkeypatch.setattr(small_decoder, "ANSWER", 8)
-    module = imported("decoder_dumps")
-    module.main(["train", str(tmp_path), "--seed", "1", "--seconds", "4"])
-    for only in ("8-bit cache", "1 step of 0.001", "a window"):
-        module.main(["make", str(tmp_path), "--only", only])
-    (_, dump, _) = [np.load(path) for path in sorted((tmp_path / "dumps").glob("*.npz"))]
-    assert dump["learner_logp"].shape == dump["tokens"].shape == (64, 8)
 
 
 # Pages
@@ -1439,3 +989,396 @@ def test_links_of_pages_lead_somewhere(name):
         target = path.parent / file if file else path
         assert target.exists(), (file, anchor)
         assert not anchor or anchor in anchors_of(target.read_text()), (file, anchor)
+
+
+# Tasks, scripts, policies that act in few bits, and their dumps
+
+
+def fields(patch: pytest.MonkeyPatch, module, **values) -> None:
+    """Replaces constants of a module."""
+    for name, value in values.items():
+        patch.setattr(module, name, value)
+
+
+def tiny_laboratory(module, patch) -> None:
+    """Two arms of each study, and no training that ends without any success, of which there would
+    be no shares."""
+    small_setting = {"updates": 20, "batch": 8, "units": 8, "length": 4, "start": 0.01}
+    setting = module.TWO_LAYERS._replace(**small_setting)
+    few_bits = lambda form: {4: module.arms_of({form: module.ENDS})}  # noqa: E731
+    rules = [*module.EVERY_RULE[:8], *module.EVERY_RULE[-3:]]
+    in_two = setting._replace(minibatches=2)
+    fields(
+        patch,
+        module,
+        EXPERIMENTS={
+            "acting_first": {"first": module.Experiment(setting, range(2), few_bits("e8m3"))},
+            "acting_measured": {
+                "other formats": module.Experiment(setting, range(1000, 1002), few_bits("fp8"))
+            },
+            "stack_rules_measured": {
+                "attention": module.Experiment(setting, range(2000, 2002), {4: rules}),
+                "attention, 4 minibatches": module.Experiment(
+                    in_two, range(2000, 2002), {4: module.IN_MINIBATCHES}
+                ),
+            },
+        },
+        SHORT={"first": "attention"},
+        multiprocessing=IN_ONE_PROCESS,
+    )
+    places = (("first", "e8m3"), ("other formats", "fp8"))
+    horizons = [
+        dict.fromkeys(module.PREDICTED, "")
+        | {"experiment": name, "length": 4, "format": form, "horizon": 5.0}
+        for name, form in places
+    ]
+    Journal(Path("acting_predicted.csv"), module.PREDICTED).write(horizons)
+    patch.setattr(laboratory, "MOST_PRETRAINING", 20)
+    rewards = module.Laboratory.learner_rewards
+    more = lambda *arguments: rewards(*arguments) + 0.01  # noqa: E731
+    patch.setattr(module.Laboratory, "learner_rewards", more)
+
+
+def scripts_that_print(module, patch) -> None:
+    """Trainings that only print: what stands still ends at 20, and the doctor says so."""
+    stands_still = ("weights=e4m3", "model=bf16")
+
+    def output_of(script, clone, seed, under) -> str:
+        if "watch" in under:
+            findings = [
+                dict(
+                    zip(("place", "format"), stack.split("="), strict=True), verdict=word, rate=0.1
+                )
+                for stack, word in {
+                    **dict.fromkeys(stands_still, "stalls"),
+                    "optimizer=torchao-8bit": "as float32",
+                }.items()
+            ]
+            Path(under[-1]).write_text(json.dumps({"optimizers": [{"findings": findings}]}))
+        reached = 20 if under[-1] in stands_still or "train" in under else 100
+        return f"global_step=1, episodic_return=[{reached}]"
+
+    ppo = module.PPO._replace(seeds=(1,))
+    stacks = ("model=bf16", "optimizer=torchao-8bit")
+    studies = {
+        "strangers": module.Study(("weights=e4m3",), {"one": ppo, "another": ppo}, True),
+        "stacks_in_scripts": module.Study(
+            stacks, {"one": module.PPO._replace(chosen=True), "another": module.PPO}, False
+        ),
+    }
+    fields(patch, module, STUDIES=studies, output_of=output_of)
+
+
+def three_dumps(module, patch) -> None:
+    """Two sound dumps without a model, and one with a temperature, in the present folder."""
+    folder = Path("decoder/dumps")
+    folder.mkdir(parents=True)
+    about = {"parameters": 1, "seed": 1, "steps": 1, "seconds": 1.0, "loss": 1.0, "versions": {}}
+    (folder.parent / "about.json").write_text(json.dumps(about))
+    shape = noise_dumps.DumpShape(32, 32, True)
+    for i, dump in enumerate(
+        (
+            noise_dumps.sound_dump(shape, "Gaussian", 0.001, 0),
+            noise_dumps.sound_dump(shape, "Gaussian", 0.01, 1),
+            noise_dumps.buggy_dump("temperature", shape, "Gaussian", 0.01, 0),
+        )
+    ):
+        np.savez(
+            folder / f"{i}.npz",
+            learner_logp=dump.learner_logp,
+            actor_logp=dump.actor_logp,
+            mask=dump.mask,
+            truth=np.array([dump.bug or "sound"]),
+            what=str(i),
+            claims="" if dump.bug else "bf16",
+            actor="bf16",
+            learner="bf16",
+        )
+
+
+def one_line(module, patch) -> None:
+    """One line of torch alone: the others compile for minutes."""
+    training = module.Training(steps=64)
+    make = module.adam(lr=3e-3)
+    line = module.Line("torch", "Adam, bf16", "weight", training, make, doctor="model=bf16:loop")
+    patch.setattr(module, "SECTIONS", {"torch": lambda: [line]})
+
+
+class Smoke(NamedTuple):
+    """The smallest run of a benchmark.
+
+    `files`    what it writes, with words of which each is in the file
+    `calls`    what its `main` is called with, in an empty folder
+    `sizes`    constants of its module, replaced
+    `prepare`  what else is replaced, from the module and monkeypatch
+    `module`   its name; None: that of the run
+    """
+
+    files: dict[str, list[str]]
+    calls: list
+    sizes: dict = {}
+    prepare: Callable = lambda module, patch: None
+    module: str | None = None
+
+
+def steps(*lines: str) -> list[list[str]]:
+    return [line.split() for line in lines]
+
+
+SMOKE = {
+    "tasks": Smoke(
+        {
+            "tasks.md": ["| task | arm | steps | median score |", "On fp8rl/Lqr-v0"],
+            "tasks_short.md": ["| FP8 |"],
+            "tasks_replay.md": ["| 17 updates on the new rollout |"],
+            "tasks.png": [],
+        },
+        [["tasks.md", "--only", tasks.CART, tasks.CARTPOLE, "LunarLander-v3"]],
+        prepare=short_tasks,
+    ),
+    "film": Smoke(
+        {"film.gif": [], "curves.png": []},
+        [Path()],
+        {"Config": config_class(**SHORT), "SEEDS": range(5000, 5001), "FRAMES": 2},
+    ),
+    "characters": Smoke(
+        {"characters.md": ["| kept |", "stored, bytes a parameter"], "characters.png": []},
+        [Path("characters.md")],
+        {"UPDATES": 2, "EVERY": 1, "SEEDS": 1, "UNITS": 8}
+        | {"characters": lambda: (torch.arange(1_000) % 5, torch.arange(1_000) % 5, 5)},
+    ),
+    "strangers": Smoke(
+        {"strangers.md": ["scripts that report: 2 of 2; a lookup", "The twin is 0.00 off"]},
+        steps(*["run strangers.csv --cleanrl ."] * 2, "table strangers.md"),
+        prepare=scripts_that_print,
+        module="scripts",
+    ),
+    "stacks_in_scripts": Smoke(
+        {"stacks_in_scripts.md": ["were chosen: 4 of 4", "scripts that report: 4 of 4; a lookup"]},
+        steps(*["run stacks_in_scripts.csv --cleanrl ."] * 2, "table stacks_in_scripts.md"),
+        prepare=scripts_that_print,
+        module="scripts",
+    ),
+    "acting": Smoke(
+        {"acting.md": ["| T / H |", "dead prompts"], "acting_short.md": [], "acting.png": []},
+        steps(
+            "measure acting_first.csv",
+            *["measure acting_measured.csv"] * 2,
+            "table acting.md",
+        ),
+        {"RESULTS": Path()},
+        tiny_laboratory,
+    ),
+    "stack_rules": Smoke(
+        {"stack_rules.md": ["AReaL, default", "more is lost by"], "stack_rules_short.md": []},
+        steps("measure stack_rules_measured.csv", "table stack_rules.md"),
+        {"RESULTS": Path()},
+        tiny_laboratory,
+        "acting",
+    ),
+    "decoder_dumps": Smoke(
+        {
+            "decoder_dumps.md": ["| 2 | temperature | yes | bug: temperature | bug: temperature |"],
+            "decoder_dumps_short.md": [
+                "| the report | 1 of 1 | 1 of 1 | 0 of 1 | 0 of 2 | 0 of 2 | 0 of 2 | 0 of 0 |",
+                "| always rounding | 0 of 1 | - | - | 0 of 2 | - | 0 of 2 |",
+            ],
+        },
+        steps("judge decoder decoder_dumps.md"),
+        prepare=three_dumps,
+    ),
+    "real_stacks": Smoke(
+        {"real_stacks.md": ["what is run", "model=bf16:loop: "]},
+        [Path("real_stacks.md")],
+        {"PACKAGES": {"torch": "torch"}},
+        one_line,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMOKE)
+def test_a_benchmark_of_policies_writes_its_tables(name, one_process, monkeypatch, tmp_path):
+    run = SMOKE[name]
+    module = importlib.import_module(run.module or name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Figure, "savefig", touch)
+    fields(monkeypatch, module, **run.sizes)
+    run.prepare(module, monkeypatch)
+    for words in run.calls:
+        module.main(words)
+    for file, words in run.files.items():
+        assert Path(file).exists()
+        text = Path(file).read_text() if file.endswith(".md") else ""
+        assert all(word in text for word in words)
+        assert not text or " on " in text.splitlines()[-1]
+
+
+def test_an_algorithm_of_stable_baselines3_is_evaluated_at_every_multiple_and_at_the_end():
+    model = SimpleNamespace(
+        num_timesteps=0,
+        n_envs=8,
+        action_space=SimpleNamespace(),
+        get_vec_normalize_env=lambda: None,
+        predict=lambda obs, deterministic: (bang_bang(torch.from_numpy(obs)).numpy(), None),
+    )
+    evaluator = tasks.PeerEvaluator(small(eval_every=16, eval_episodes=3))
+    for steps in range(8, 48, 8):
+        model.num_timesteps = steps
+        assert evaluator({"self": model}, {})
+    evaluator.evaluate(model)
+    history = evaluator.history
+    assert history.column("steps").tolist() == [16, 32, 40]
+    assert (history.column("eval_return") > 190).all()
+
+
+def test_a_task_trains_through_gymnasium():
+    config = small(env_id="CartPole-v1", steps=512, eval_every=0, eval_episodes=1, precision="fp8")
+    assert tasks.through_gymnasium(config).last["eval_return"] > 0
+
+
+def test_a_film_keeps_the_last_picture_of_a_policy_that_has_left_the_track():
+    film = imported("film")
+    gif = film.film({"good": bang_bang, "bad": lambda obs: 1}, frames=8)
+    picture = Image.open(io.BytesIO(gif))
+    assert picture.format == "GIF" and picture.n_frames == 8 and picture.size == (480, 480)
+    frames = []
+    for k in (0, 6, 7):
+        picture.seek(k)
+        frames.append(np.asarray(picture.convert("RGB")).astype(int))
+    # But for its palette a picture that is kept stays the same
+    moved = np.abs(frames[2] - frames[1]).mean((1, 2))
+    assert moved[240:].mean() < 0.5 < moved[:240].mean()
+    assert (frames[0] != frames[1]).any()
+
+
+def test_a_lookup_of_a_stranger_leaves_its_own_script_out():
+    lost = {"ppo": 0.9, "dqn": 0.2, "c51": 0.4}
+    cases = [
+        scripts.Case(name, "m=bf16", ["1"], "stalls", loss, 0.0) for name, loss in lost.items()
+    ]
+    assert scripts.lookup(cases[0], cases) == [0.2, 0.4]
+
+
+# Who may act in few bits
+
+
+def row_of(correction: str, seed: int, learner: float, form: str = "e8m2") -> dict:
+    """A measured row of the laboratory, as its file has it."""
+    row = {"experiment": "first", "length": "8", "format": form, "correction": correction}
+    numbers = {"seed": seed, "learner": learner, "actor": 0.5, "dead": 1, "start": 0.4}
+    return row | {name: str(number) for name, number in numbers.items()}
+
+
+def test_losses_of_the_laboratory_are_shares_of_float32_s_success():
+    rows = [row_of("none", seed, 0.8, "fp32") for seed in (3, 4)]
+    rows += [row_of("clip", 3, 0.2), row_of("clip", 4, 0.4)]
+    cells = acting.cells_of(rows)
+    cell = cells["first", 8, "e8m2", "clip"]
+    assert np.isclose(cell.loss, 1 - 0.3 / 0.8) and np.isclose(cell.dead, 1 / 4)
+    assert np.isclose([cell.low, cell.high], [1 - 0.4 / 0.8, 1 - 0.2 / 0.8]).all()
+    assert cells["first", 8, "fp32", "none"].loss == 0
+
+
+def test_a_curve_of_losses_only_rises():
+    curve = acting.Curve([1, 100, 10, 1000], [0.0, 0.1, 0.3, 0.6])
+    assert np.allclose([curve(x) for x in (0.1, 1, 10, 50, 100, 1e6)], [0, 0, 0.2, 0.2, 0.2, 0.6])
+    assert 0.2 < curve(300) < 0.6
+
+
+ALL_EXPERIMENTS = [
+    (file, *item)
+    for file, experiments in acting.EXPERIMENTS.items()
+    for item in experiments.items()
+]
+
+
+@pytest.mark.parametrize(("file", "name", "experiment"), ALL_EXPERIMENTS, ids=lambda x: str(x)[:35])
+def test_jobs_of_the_laboratory_train_every_arm_and_seed_once_and_keep_seeds_apart(
+    file, name, experiment
+):
+    jobs = [job for job in acting.jobs_of(acting.EXPERIMENTS[file]) if job.experiment == name]
+    pairs = [(job.length, seed) for job in jobs for seed in job.seeds]
+    assert sorted(pairs) == sorted(itertools.product(experiment.arms, experiment.seeds))
+    for arms in experiment.arms.values():
+        assert len(set(arms)) == len(arms) and arms[0] == acting.Arm()
+    seeds = {"acting_first": 0, "acting_measured": 1000, "stack_rules_measured": 2000}
+    assert min(experiment.seeds) == seeds[file] and len(experiment.seeds) <= 16
+
+
+def test_rules_of_stacks_were_predicted_for_every_arm_of_fresh_seeds():
+    columns = [*acting.RULES_PLACE, "predicted", "why"]
+    predicted = Journal(results.RESULTS / "stack_rules_predicted.csv", columns).rows()
+    trained = [
+        {"experiment": name, "length": length, **arm._asdict()}
+        for name, experiment in acting.EXPERIMENTS["stack_rules_measured"].items()
+        for length, arms in experiment.arms.items()
+        for arm in arms[1:]
+    ]
+    assert sorted(map(acting.key_of, predicted)) == sorted(map(acting.key_of, trained))
+
+
+# Dumps of a real decoder
+
+
+def a_rollout(prompts: list[list[int]]) -> decoder_dumps.Rollout:
+    """Answers of 3 tokens, of which the first sequence has 2."""
+    tokens = torch.tensor([[5, decoder_dumps.END, decoder_dumps.PAD], [4, 3, 5]])
+    mask = tokens != decoder_dumps.PAD
+    return decoder_dumps.Rollout(prompts, tokens, mask, mask, torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("offset", (0, -1, 1))
+def test_a_learner_scores_answers_after_prompts_of_any_length(offset):
+    prompts = [[2, 3], [2, 4, 5, 3]]
+    rollout = a_rollout(prompts)
+    inputs = decoder_dumps.inputs_of(prompts, rollout)
+    assert inputs.positions.tolist() == [[0, 0, 0, 1, 2, 3, 3], [0, 1, 2, 3, 4, 5, 6]]
+    table = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+
+    def model(input_ids, **_):  # whose logits depend on the last token that it has read
+        return SimpleNamespace(logits=table[input_ids])
+
+    logp = decoder_dumps.Lab.score(None, model, inputs, rollout.tokens, offset=offset, batch=1)
+    for row, (prompt, answer) in enumerate(zip(prompts, rollout.tokens.tolist(), strict=True)):
+        text = prompt + answer
+        for t, token in enumerate(answer):
+            read = text[len(prompt) + t - 1 + offset]
+            assert logp[row, t] == table[read].log_softmax(-1)[token]
+
+
+def test_a_learner_reads_what_a_fault_puts_before_answers():
+    by_words = {recipe.what: recipe for recipe in decoder_dumps.RECIPES}
+    prompts = [[2, 3], [2, 4, 5, 3]]
+    rollout = a_rollout(prompts)
+    assert decoder_dumps.after_neighbour(None, rollout) == [[2, 3], [2, 3, 5, 1, 2, 4, 5, 3]]
+    assert by_words["first token missing"].change_prompts(None, rollout) == [[3], [4, 5, 3]]
+    reads = decoder_dumps.sliding_window(
+        decoder_dumps.inputs_of(prompts, rollout), rollout
+    ).attention
+    assert reads.shape == (2, 1, 7, 7)
+    # The first answer of the first sequence reads its prompt and itself, and padding reads itself
+    assert reads[0, 0, 4].tolist() == [False, False, True, True, True, False, False]
+    assert reads[0, 0, 1].tolist() == [False, True, *[False] * 5]
+
+
+def test_recipes_of_dumps_name_kinds_of_the_report():
+    assert not any(recipe.kinds for recipe in decoder_dumps.SOUND)
+    for recipe in decoder_dumps.BUGS:
+        assert recipe.kinds and set(recipe.kinds) <= set(MEANING), recipe
+    assert {recipe.claims for recipe in decoder_dumps.RECIPES} <= {"", *BITS_LEFT}
+
+
+def test_a_small_decoder_trains_and_makes_dumps(monkeypatch, tmp_path):
+    for package in decoder_dumps.PACKAGES[:1]:
+        pytest.importorskip(package)
+    monkeypatch.setattr(
+        decoder_dumps, "documents", lambda: (f"x = {i * i}\n" * 9 for i in range(99))
+    )
+    monkeypatch.setattr(decoder_dumps, "HELD_OUT", 40)
+    monkeypatch.setattr(decoder_dumps, "WINDOW", 16)
+    monkeypatch.setattr(decoder_dumps, "ANSWER", 8)
+    decoder_dumps.main(["train", str(tmp_path), "--seed", "1", "--seconds", "4"])
+    for only in ("8-bit cache", "1 step of 0.001", "a window"):
+        decoder_dumps.main(["make", str(tmp_path), "--only", only])
+    (_, dump, _) = [np.load(path) for path in sorted((tmp_path / "dumps").glob("*.npz"))]
+    assert dump["learner_logp"].shape == dump["tokens"].shape == (64, 8)

@@ -23,14 +23,7 @@ from fp8rl.doctor.findings import judge
 from fp8rl.doctor.gradients import Operands, Through
 from fp8rl.doctor.keep import Keep
 from fp8rl.doctor.rows import FormatRows, RowShadow
-from fp8rl.doctor.ruler import (
-    LEAST_PER_TENSOR,
-    NumberSums,
-    Reading,
-    Sample,
-    sampling_error,
-    sampling_errors_by_tensor,
-)
+from fp8rl.doctor.ruler import Reading, Ruler, Sample
 
 EXACT = ("weights=fp32", "m=fp32", "v=fp32", "root=fp32")
 
@@ -67,7 +60,7 @@ def assert_same_moments(doctor: Doctor) -> None:
     """The doctor's float32 moments are the optimizer's, and so is its count of steps."""
     rows = rows_of(doctor)
     watcher = rows.watcher
-    for name, ours in zip(("exp_avg", "exp_avg_sq"), rows.kept[len(rows.window)], strict=False):
+    for name, ours in zip(("exp_avg", "exp_avg_sq"), rows.kept, strict=False):
         theirs = watcher.sample.take(watcher.state(name))
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-12)
     assert rows.steps == watcher.count_steps()
@@ -209,7 +202,7 @@ def test_windows_are_those_of_a_training_that_is_really_kept_in_few_bits(text):
         low = weights_of_steps(*two_groups())
     ruler = rows_of(doctor).ruler
     for window in (1, 2):  # the first one begins before Keep has rounded the weights
-        sums = ruler.windows[window].of_row(0)
+        sums = ruler.windows[window].at(0)
         d, moved = (x[8 * window + 7] - x[8 * window - 1] for x in (exact, low))
         assert sums.rate(ruler.weight) == pytest.approx(moved @ d / (d @ d), rel=1e-3)
         noise = (moved - d).norm() / d.norm()
@@ -337,7 +330,7 @@ def test_a_sample_has_enough_of_each_tensor_and_its_numbers_count_alike():
     assert [len(set(index.tolist())) for index in sample.index] == sample.followed.tolist()
     np.testing.assert_allclose(sample.mean(sample.take(tensors))[1:], [49.5, 19.5, 0], rtol=1e-6)
     many = Sample(tensors * 100, 512, seed=0)
-    assert many.followed.min() == 1 and many.followed.max() == LEAST_PER_TENSOR == 64
+    assert many.followed.min() == 1 and many.followed.max() == Sample.LEAST_PER_TENSOR == 64
     # No more than the largest tensor has
     assert Sample(tensors, 10**9, seed=0).numbers_per_tensor == 1000
 
@@ -352,27 +345,29 @@ def test_standard_errors_are_how_far_rates_of_samples_are_spread():
     errors = []
     for seed in range(300):
         sample = Sample([x[0, 0] for x in tensors], 200, seed)
-        numbers = NumberSums()
+        ruler = Ruler(sample, ["weights=bf16"], ["a", "b"])
         for w in range(4):
             true, low = (sample.take([x[i, w] for x in tensors]) for i in (0, 1))
-            numbers.add(low[None], true)
-        parts = numbers.of_row(0)
+            ruler.add(low[None], true, np.zeros((1, *true.shape), bool))
+        parts = np.array(ruler.numbers, float)[:, :, 0]
         true, along = parts.mean(3).sum(0)
         all_true, all_along = (parts.mean(3) * (400, 1000)).sum(2).T
         rates.append([*(along / true), (all_along / all_true).mean()])
-        by_tensor = sampling_errors_by_tensor(parts, sample, is_noisy=False)
-        errors.append([*by_tensor, sampling_error(parts, sample, is_noisy=False)])
+        reading = ruler.reading(0)
+        errors.append([error for _, error in reading.tensors.values()] + [reading.error])
     np.testing.assert_allclose(np.std(rates, 0), np.sqrt(np.mean(np.square(errors), 0)), rtol=0.1)
-    census = Sample([x[0, 0] for x in tensors], 10_000, 0)
-    numbers.parts = [np.ones((2, 1, 2, census.numbers_per_tensor), np.float32)]
-    assert not sampling_errors_by_tensor(numbers.of_row(0), census, False).any()
+    census = Ruler(Sample([x[0, 0] for x in tensors], 10_000, 0), ["weights=bf16"], ["a", "b"])
+    moved = np.ones((1, 2, census.sample.numbers_per_tensor), np.float32)
+    census.add(moved, moved[0], moved == 0)
+    assert set(census.reading(0).tensors.values()) == {(1.0, 0.0)}
 
 
 def test_sums_by_number_are_kept_of_parts_of_the_training():
-    numbers = NumberSums()
+    ruler = Ruler(Sample([torch.zeros(64)], 64, 0), ["weights=bf16"], ["a"])
     for window in range(100):
-        numbers.add(np.full((1, 1, 3), 2.0, np.float32), np.full((1, 3), window, np.float32))
-    parts = numbers.of_row(0)
+        moved = np.full((1, 1, 64), 2.0, np.float32)
+        ruler.add(moved, np.full((1, 64), window, np.float32), moved == 0)
+    parts = np.array(ruler.numbers)[:, :, 0, :, :3]
     assert parts.shape == (7, 2, 1, 3)  # 6 of 16 windows, and one of 4
     assert (parts[:, 0].sum(0) == sum(w * w for w in range(100))).all()
     assert parts[-1, 1, 0, 0] == 2 * (96 + 97 + 98 + 99)

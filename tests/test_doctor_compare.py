@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from helpers import PATIENCE
 
-from fp8rl.doctor import command as doctor
-from fp8rl.doctor import compare
+from fp8rl.doctor import __main__ as doctor
+from fp8rl.doctor import compare, report_as_json
 from fp8rl.doctor.compare import CLAIMS, FLOAT32, NOT_JUDGED, Outcome, Words
 from fp8rl.doctor.findings import WORDS
-from fp8rl.doctor.output import report_as_json
 
 # A training in which bfloat16 stalls: weights of 1 and steps of 0.0001
 TRAINING = """
@@ -145,6 +144,10 @@ def test_a_failure_in_float32_ends_it(stub):
     stub.report = ""
     code, _, err = stub(*ARMS, *METRIC, "script.py")
     assert code == 2 and "ended without a report of watch" in err and err.count("\n") == 1
+    stub.report = REPORT.replace("version 2", "version 1")
+    Path("script.py").write_text("pass")
+    code, _, err = stub(*ARMS, *METRIC, "script.py")
+    assert code == 2 and "json, a fp8rl.doctor report, version 1: remove it and" in err
     Path("other.py").touch()
     Path("compare-other").touch()
     assert "File exists: 'compare-other'" in stub(*ARMS, *METRIC, "other.py")[2]
@@ -197,7 +200,7 @@ def test_losses_are_shares_of_what_float32_gains():
         "weights=bf16 v=bf16": [0.5, 1.0],
         "weights=fp16": [3.0, 3.0],
     }
-    words = {"weights=bf16": "slower", "v=bf16": "as float32", "m=bf16": "too noisy"}
+    words = {"weights=bf16": "slower", "v=bf16": "as float32", "m=bf16": "leaps"}
     rows = rows_of(ends, words)
     assert {arm: (row[-2], row[-1]) for arm, row in rows.items()} == {
         "weights=bf16": ("0.10", "no"),
@@ -244,8 +247,9 @@ def test_words_claim_a_loss_or_none_or_neither(words, claim):
     assert compare.claim_of(words) is claim
 
 
-def test_the_worst_word_of_several_optimizers_counts():
+def test_the_worst_word_of_several_optimizers_counts(tmp_path):
     assert [*CLAIMS] == [NOT_JUDGED, *WORDS]
     findings = [FINDINGS[0] | {"verdict": word} for word in ("slower", "stalls", "faster")]
-    report = {"optimizers": [{"findings": [finding]} for finding in findings]}
-    assert compare.words_of(report)["weights=bf16"].word == "stalls"
+    report = tmp_path / "r.json"
+    report.write_text(report_as_json([{"findings": [finding]} for finding in findings], []))
+    assert compare.words_of(report, report)["weights=bf16"].word == "stalls"

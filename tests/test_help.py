@@ -12,7 +12,7 @@ from helpers import run_cli
 import fp8rl
 from fp8rl.cli.train import Saving
 from fp8rl.config import Config
-from fp8rl.doctor import command as doctor_command
+from fp8rl.doctor import __main__ as doctor_command
 from fp8rl.machine import Machine
 from fp8rl.study.comparison import Comparison
 

@@ -5,16 +5,15 @@ import math
 import re
 import warnings
 
-import dumps
 import noise_dumps
 import numpy as np
 import pytest
 import torch
 
 from fp8rl.doctor import mismatch
-from fp8rl.dumps.gap import Gap
+from fp8rl.dumps.dump import Gap
 from fp8rl.dumps.mismatch import MEANING, judge
-from fp8rl.dumps.symptoms import OTHER_LABELS, Seen
+from fp8rl.dumps.symptoms import Seen
 
 LEARNER = np.log([[0.5, 0.2, 0.9], [0.3, 0.6, 0.1]])
 ACTOR = np.log([[0.4, 0.25, 0.9], [0.35, 0.4, 0.2]])
@@ -307,26 +306,11 @@ def test_each_dump_is_called_what_it_is(name):
     assert all(MEANING[kind] in text for kind in report.causes)
 
 
-@pytest.mark.parametrize("shape", noise_dumps.SHAPES_OF_SOUND[:4:3], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", noise_dumps.SHAPES_OF_SOUND, ids=lambda shape: shape.name)
 def test_noise_of_any_distribution_is_rounding_in_dumps_of_any_shape(shape):
-    for _, dump in noise_dumps.sound_dumps(20_000, 1, [shape], (0.02,)):
+    for dump in noise_dumps.sound_dumps(20_000, shape, 0.02):
         report = mismatch(dump.learner_logp, dump.actor_logp, dump.mask, **dump.options)
         assert report.verdict == "rounding", (dump.variant, report.causes)
-
-
-def test_dumps_of_a_policy_are_told_from_rounding(monkeypatch):
-    """Fewer sequences and updates than in the benchmark, which are enough for all but stale copies."""
-    monkeypatch.setattr(dumps, "SEQUENCES", 128)
-    monkeypatch.setattr(dumps, "UPDATES_OF_POLICY", 8)
-    maker = dumps.DumpMaker(dumps.Shape("recurrent", 16, 12), range(71, 72), False)
-    named = {}
-    for dump in maker.dumps():
-        report = mismatch(dump.learner_logp, dump.actor_logp, dump.mask, dump.advantages)
-        is_right = report.kind in dumps.NAMES.get(dump.bug, ("",))
-        named.setdefault(dump.bug, []).append(is_right)
-    assert named.keys() == {"", *dumps.NAMES}
-    least = dict.fromkeys(named, 0.8) | {"": 0.9, "stale": 0.0}
-    assert all(np.mean(named[bug]) >= least[bug] for bug in named)
 
 
 def test_a_verdict_is_of_the_tokens_that_count_wherever_they_are():
@@ -397,7 +381,7 @@ def seen(name: str, kind: str, value: float) -> Seen:
 
 
 WEAK = seen("a large beginning", "beginning", 0.9)
-LABELS = seen(OTHER_LABELS, "shift", 2.0)
+LABELS = seen("log-probabilities of other labels", "shift", 2.0)
 TAIL = seen("a heavy tail", "heavy tail", 5.0)
 RULES = [  # symptoms and what is named
     ([WEAK], []),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import refused
 
-from fp8rl.doctor import command as doctor
+from fp8rl.doctor import __main__ as doctor
 from fp8rl.doctor import mismatch, read_dump
 
 SEQUENCES, TOKENS = 24, 30

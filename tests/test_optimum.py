@@ -2,13 +2,13 @@
 
 import itertools
 
-import optimum
 import pytest
+import tasks
 import torch
 from helpers import bang_bang
 from hypothesis import given
 from hypothesis import strategies as st
-from optimum import Grid, optimal_returns
+from tasks import Grid, optimal_returns
 
 from fp8rl.env import Cart, dynamics, outcome
 from fp8rl.evaluate import play
@@ -42,7 +42,7 @@ def test_it_is_the_best_of_all_sequences(start):
 def test_neither_other_grids_nor_looking_farther_ahead_find_more(monkeypatch):
     usual = optimal_returns(STARTS, width=201, height=101).mean().item()
     assert abs(optimal_returns(STARTS, width=301, height=151).mean().item() - usual) < 0.1
-    monkeypatch.setattr(optimum, "AHEAD", 100)
+    monkeypatch.setattr(tasks, "AHEAD", 100)
     assert abs(optimal_returns(STARTS, width=201, height=101).mean().item() - usual) < 5e-3
 
 

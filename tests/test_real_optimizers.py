@@ -13,7 +13,8 @@ from helpers import refused
 from torch import nn
 
 from fp8rl.bits.catalogue import CATALOGUE, read_real_optimizer
-from fp8rl.doctor import Doctor, command
+from fp8rl.doctor import Doctor
+from fp8rl.doctor import __main__ as command
 from fp8rl.doctor.keep import Keep
 
 HERE = "test_real_optimizers"  # the module in which optimizers of these tests are found
@@ -64,6 +65,17 @@ class InGroups(torch.optim.SGD):
         for group in self.param_groups:
             group.setdefault("grok_m", [torch.zeros_like(p) for p in group["params"]])
         super().step()
+
+
+class OtherNames(torch.optim.SGD):
+    """Keeps its state under another name than the script's class, as bitsandbytes does."""
+
+    def step(self, closure=None):
+        for state in self.state.values():
+            state["momentum_buffer"] = state.pop("state1")
+        super().step()
+        for state in self.state.values():
+            state["state1"] = state.pop("momentum_buffer")
 
 
 class Kahan(torch.optim.SGD):
@@ -125,6 +137,19 @@ def stepped(
     return doctor.report()
 
 
+def changed(entries, begin: int) -> list:
+    """The findings of a training whose script changes its momentum in the middle. They begin after
+    so many updates."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    train(model, optimizer, begin)
+    doctor = Doctor(optimizer, formats=entries, model=model)
+    train(model, optimizer, 32)
+    clear_moments(model, optimizer)
+    train(model, optimizer, 32)
+    return doctor.report()
+
+
 def of_half_a_tensor() -> torch.Tensor:
     return (torch.randn(64, 64) + 1) * (torch.arange(64) % 2)
 
@@ -138,6 +163,7 @@ sgd = functools.partial(watched, kind=torch.optim.SGD)
 adamw = functools.partial(watched, kind=torch.optim.AdamW, weight_decay=0.1)
 fast_adamw = functools.partial(adamw, lr=1e-2)
 SAME = "it is the same as the script's own: its steps are equal, bit for bit"
+NO_STATE = "without the state of the script, which it cannot read; longest step "
 LEAP = "it leaps once in 128 updates, first at"
 FOUND = [  # a training, a real optimizer, its word, its rate, and part of its line
     (watched, "torch.optim:Adam", "as float32", 1, f": {SAME}; longest step "),
@@ -159,6 +185,8 @@ FOUND = [  # a training, a real optimizer, its word, its rate, and part of its l
     (watched, "torch.optim:SGD:momentum=0.5", "slower", 0.15, "SGD has no betas, which Adam has"),
     (watched, f"{HERE}:EstimatesItsRate:lr=1e-3", "as float32", 1, "its steps are equal"),
     (sgd, f"{HERE}:InGroups", "as float32", 1, "8 bytes a parameter"),
+    (functools.partial(changed, begin=0), f"{HERE}:OtherNames", "as float32", 1, NO_STATE),
+    (functools.partial(changed, begin=32), f"{HERE}:OtherNames", "as float32", 0.87, NO_STATE),
 ]
 NOT_JUDGED = [  # it cannot stand for the script's class
     (watched, "torch.optim:SGD", "SGD has no betas"),

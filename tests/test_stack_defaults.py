@@ -1,9 +1,13 @@
-"""The callback of docs/stack_defaults.md writes a file that the doctor reads."""
+"""docs/stack_defaults.md: its callback writes a file that the doctor reads, and its table agrees with
+the releases that are installed here."""
 
+import ast
+import importlib.metadata
 import re
 import sys
 from types import ModuleType, SimpleNamespace
 
+import pytest
 import torch
 from results import ROOT
 
@@ -48,3 +52,31 @@ def test_the_callback_for_grpo_trainer(monkeypatch, tmp_path):
     dump = read_dump(tmp_path / "dump.pt")
     report = mismatch(**dump)
     assert report.sequences == 48
+
+
+# Package, file, class, field, and its default in docs/stack_defaults_table.md
+DEFAULTS = [
+    ("trl", "trl/trainer/grpo_config.py", "GRPOConfig", "use_vllm", False),
+    ("trl", "trl/trainer/grpo_config.py", "GRPOConfig", "vllm_importance_sampling_clip_max", 3.0),
+    ("verl", "verl/workers/config/rollout.py", "RolloutConfig", "calculate_log_probs", False),
+    ("areal", "areal/api/cli_args.py", "PPOActorConfig", "recompute_logprob", False),
+    ("areal", "areal/api/cli_args.py", "PPOActorConfig", "use_decoupled_loss", False),
+    ("ms-swift", "swift/rlhf_trainers/args_mixin.py", "GRPOArgumentsMixin", "epsilon", 0.2),
+    ("skyrl", "skyrl/train/config/config.py", "AlgorithmConfig", "eps_clip_low", 0.2),
+]
+
+
+@pytest.mark.parametrize(("package", "file", "name", "field", "default"), DEFAULTS)
+def test_a_default_is_what_the_installed_release_says(package, file, name, field, default):
+    try:
+        release = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{package} is not installed")
+    if f"{package} {release.version} |" not in (ROOT / "docs/stack_defaults_table.md").read_text():
+        pytest.skip(f"the table is of another release than {package} {release.version}")
+    tree = ast.parse(release.locate_file(file).read_text())
+    (config,) = (x for x in ast.walk(tree) if isinstance(x, ast.ClassDef) and x.name == name)
+    found = {x.target.id: x.value for x in config.body if isinstance(x, ast.AnnAssign)}[field]
+    if isinstance(found, ast.Call):  # field(default=...)
+        (found,) = (x.value for x in found.keywords if x.arg == "default")
+    assert ast.literal_eval(found) == default

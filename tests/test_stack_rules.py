@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl.doctor import command as doctor
+from fp8rl.doctor import __main__ as doctor
 from fp8rl.dumps.mismatch import mismatch
-from fp8rl.dumps.rules import RULES, VERSIONS, rule_of, weigh
+from fp8rl.dumps.rules import RULES, VERSIONS, weigh
 
 RATIO = np.array([[4.0, 0.6, 1.0], [2.0, 2.0, 2.0], [0.4, 0.4, 1.0]])
 MASK = np.array([[1, 1, 1], [1, 1, 1], [1, 1, 0]], bool)
@@ -53,16 +53,16 @@ WEIGHTS = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "expected"), zip(RULES, WEIGHTS, strict=True), ids=lambda x: getattr(x, "setting", "")
+    ("rule", "expected"), zip(RULES, WEIGHTS, strict=True), ids=[setting for _, setting in RULES]
 )
 def test_each_rule_gives_the_weights_that_are_worked_out_by_hand(rule, expected):
     log_ratio = torch.tensor(np.where(MASK, LEARNER - ACTOR, 0.0))
     counts = torch.tensor(MASK.sum(1, keepdims=True))
     gains = torch.tensor(np.where(MASK, np.array(ADVANTAGES)[:, None], 0.0))
-    weight, is_dropped, _ = weigh(rule, log_ratio, gains, 1, counts)
+    weight, is_dropped, _ = weigh(RULES[rule], log_ratio, gains, 1, counts)
     assert weight.numpy()[MASK] == pytest.approx(np.array(expected, float)[MASK])
     assert (is_dropped.numpy()[MASK] == (np.array(expected)[MASK] == 0)).all()
-    assert VERSIONS[rule.stack]
+    assert VERSIONS[rule[0]]
 
 
 def shares_of(*arrays, **options) -> dict:
@@ -157,4 +157,4 @@ def test_the_command_adds_the_table_and_the_caps_are_those_of_the_first_correcti
         "2), openrlhf 25.00% of the tokens (outside 0.5 to 5), areal 0.00% of the tokens (above 5)"
         in str(report)
     )
-    assert rule_of("trl", "use_vllm=True") is RULES[0]
+    assert next(iter(RULES)) == ("trl", "use_vllm=True")

@@ -128,13 +128,13 @@ def python(*arguments, **kwargs) -> str:
 def test_a_folder_of_its_name_does_not_hide_the_package(tmp_path):
     """As the clone is one, for who works beside it."""
     (tmp_path / "fp8rl").mkdir()
-    python("-c", "import fp8rl.doctor.output", cwd=tmp_path)  # which needs no other package
+    python("-c", "import fp8rl.doctor.attach", cwd=tmp_path)  # which needs no other package
 
 
 PACKAGES = {"gymnasium", "tyro", "tqdm", "matplotlib", "psutil"}  # all but torch and numpy
 ALONE = {  # what is imported, and what must not come with it
     "fp8rl.fp8, fp8rl.bits": PACKAGES,
-    "fp8rl.doctor.watch, fp8rl.doctor.keep, fp8rl.doctor.attach, fp8rl.doctor.command": PACKAGES,
+    "fp8rl.doctor.watch, fp8rl.doctor.keep, fp8rl.doctor.attach, fp8rl.doctor.__main__": PACKAGES,
     "fp8rl.bits.low_bit_adam": {"fp8rl.config", "fp8rl.train"},
     # A command waits for no other command's imports, and for matplotlib only when it draws
     "fp8rl.cli.main": {"matplotlib", "fp8rl.build", "fp8rl.cli.train", "fp8rl.cli.study"},

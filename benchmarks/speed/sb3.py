@@ -2,7 +2,7 @@
 
 Variants: batched, A2C with a VecEnv that steps all environments as NumPy arrays; dummy, A2C with
 DummyVecEnv over CustomEnv, one after the other; ppo, PPO with DummyVecEnv and the settings that RL
-Baselines3 Zoo has for CartPole (benchmarks/zoo.py). Settings of A2C: the encoder is shared, as a features extractor of 64 and
+Baselines3 Zoo has for CartPole (benchmarks/tasks.py). Settings of A2C: the encoder is shared, as a features extractor of 64 and
 64 units, so that it runs once for both heads; Adam in the place of RMSprop; no logger, no Monitor
 wrappers, no argument validation of the distributions. SB3 has no compiled or low-precision mode;
 its documented way to speed is more environments.

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
-from .output import NO_STEP, Refusal, first_line, report_as_json, say, write_report
+from . import NO_STEP, Refusal, first_line, report_as_json, say, write_report
 
 # What schedulers and terminals send
 ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -141,8 +141,6 @@ class Attached:
             raise Refusal(f"{NO_STEP}: nothing was changed")
         if self.hooks.refusal:
             raise Refusal(self.hooks.refusal)
-        for note in self.hooks.notes:
-            say(f"fp8rl.doctor: {note}")
         if complaint := self.hooks.complaint():
             raise Refusal(complaint)
 

@@ -8,6 +8,7 @@ The output of each training is kept in a log. So the same command goes on where 
 a command with another metric, or with one format more, makes only the trainings that it has not.
 """
 
+import argparse
 import json
 import math
 import re
@@ -20,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from .output import Refusal, print_out, say
+from . import REPORT_KIND, Refusal, say
 
 FLOAT32 = "float32"
 NOT_JUDGED = "not judged"
@@ -39,35 +40,6 @@ CLAIMS = {
 LOSS = 0.1  # an arm is worse if it loses more than this share of what float32 gains
 AROUND_NUMBERS = " \t[](){},;:%'\""  # what a script may print around a number, as in [21.]
 DOCTOR = "fp8rl.doctor:"  # how a line of the doctor begins, or the report of `watch`
-
-
-class Comparison(NamedTuple):
-    """What is compared.
-
-    `formats`    the arms; each is one or several places and formats, as `keep` takes them
-    `metric`     a regular expression; a number is what its group finds, or all of it without one
-    `seeds`      of the trainings; empty if there is one of each
-    `script`     the script, or the module
-    `arguments`  of the script, in which {seed} stands for the seed
-    """
-
-    formats: tuple[str, ...]
-    metric: str
-    seeds: tuple[int, ...]
-    script: str
-    arguments: tuple[str, ...]
-    is_module: bool = False
-
-    @property
-    def folder(self) -> Path:
-        return Path(f"compare-{self.script if self.is_module else Path(self.script).stem}")
-
-    def words(self, seed: int | None) -> list[str]:
-        """The script and its arguments, in the command of a training."""
-        arguments = [word.replace("{seed}", str(seed)) for word in self.arguments]
-        if seed is not None and arguments == [*self.arguments]:
-            arguments += ["--seed", str(seed)]
-        return [*(["-m"] if self.is_module else []), self.script, *arguments]
 
 
 class Words(NamedTuple):
@@ -99,57 +71,63 @@ class Outcome(NamedTuple):
         return mean(self.numbers[-max(1, len(self.numbers) // 10) :])
 
 
-def compare(comparison: Comparison) -> int:
-    """Makes the trainings of a comparison, and prints its table.
+def compare(options: argparse.Namespace) -> dict[str, list[Outcome]]:
+    """Makes the trainings of a comparison. Returns their outcomes, by arm, with one for each seed.
 
-    Returns the exit code: 0, or 1 if a training with few bits has failed. Raises Refusal if the
-    script fails in float32, or never prints the metric.
+    `options` are those of the command (__main__.py). In the script's arguments {seed} stands for
+    the seed. Each of `formats` is an arm: one or several places and formats, as `keep` takes them.
+
+    Raises Refusal if the script fails in float32, or never prints the metric.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))  # which ends the training
-    comparison.folder.mkdir(exist_ok=True)
-    outcomes: dict[str, list[Outcome]] = {arm: [] for arm in (FLOAT32, *comparison.formats)}
-    for seed in comparison.seeds or (None,):
+    folder = Path(f"compare-{options.script if options.is_module else Path(options.script).stem}")
+    folder.mkdir(exist_ok=True)
+    outcomes: dict[str, list[Outcome]] = {arm: [] for arm in (FLOAT32, *options.formats)}
+    for seed in options.seeds or (None,):
         for arm, of_arm in outcomes.items():
             try:
-                of_arm.append(outcome_of(comparison, arm, seed))
+                of_arm.append(outcome_of(options, folder, arm, seed))
             except Refusal as refusal:
                 if arm == FLOAT32:
                     raise
                 of_arm.append(Outcome([], failure=str(refusal)))
             name = arm if seed is None else f"{arm}, seed {seed}"
             say(of_arm[-1].failure or f"{name}: {of_arm[-1].end:.6g}")
-    print_out(table_of(outcomes))
-    return int(any(outcome.failure for of_arm in outcomes.values() for outcome in of_arm))
+    return outcomes
 
 
-def outcome_of(comparison: Comparison, arm: str, seed: int | None) -> Outcome:
+def outcome_of(options: argparse.Namespace, folder: Path, arm: str, seed: int | None) -> Outcome:
     """Makes a training, unless its log is there, and reads the log. Raises Refusal if the script
     fails, or never prints the metric."""
+    is_watched = arm == FLOAT32
     doctor = ["keep", arm]
-    if arm == FLOAT32:
-        places = dict.fromkeys(" ".join(comparison.formats).split())
+    if is_watched:
+        places = dict.fromkeys(" ".join(options.formats).split())
         doctor = ["watch", "--formats", " ".join(places)]
-    words = [*doctor, *comparison.words(seed)]
-    path = Path(comparison.script)
+    script = ["-m", options.script] if options.is_module else [options.script]
+    words = [*doctor, *script, *with_seed(options.arguments, seed)]
+    path = Path(options.script)
     content = path.read_bytes() if path.is_file() else b""
     checksum = zlib.crc32(content, zlib.crc32(json.dumps(words).encode()))
-    log = comparison.folder / f"{re.sub('[^a-z0-9=.]+', '-', arm)}-{checksum:08x}.log"
+    log = folder / f"{re.sub('[^a-z0-9=.]+', '-', arm)}-{checksum:08x}.log"
     report = log.with_suffix(".json")
     if not log.exists():
-        if arm == FLOAT32:
+        if is_watched:
             report.unlink(missing_ok=True)
             words.insert(1, f"--json={report}")
         train(arm, words, log)
-    if arm == FLOAT32 and not report.exists():
-        raise Refusal(
-            "the script ended without a report of watch, as one does that calls os._exit "
-            f"(its output: {log})"
-        )
     text = log.read_text(encoding="utf-8", errors="replace").partition(f"\n{DOCTOR}")[0]
-    numbers = numbers_in(text, comparison.metric, log)
-    said = words_of(json.loads(report.read_text())) if arm == FLOAT32 else {}
-    return Outcome(numbers, said)
+    said = words_of(report, log) if is_watched else {}
+    return Outcome(numbers_in(text, options.metric, log), said)
+
+
+def with_seed(arguments: list[str], seed: int | None) -> list[str]:
+    """The arguments of a script, with a seed."""
+    if seed is None:
+        return arguments
+    with_seed = [word.replace("{seed}", str(seed)) for word in arguments]
+    return with_seed if with_seed != arguments else [*arguments, "--seed", str(seed)]
 
 
 def train(arm: str, words: list[str], log: Path) -> None:
@@ -189,19 +167,27 @@ def numbers_in(text: str, metric: str, log: Path) -> list[float]:
     return numbers
 
 
-def words_of(report: dict) -> dict[str, Words]:
-    """The word for each place and format of a report that `watch --json` wrote.
+def words_of(path: Path, log: Path) -> dict[str, Words]:
+    """The word for each place and format of a report that `watch --json` wrote beside a log.
 
-    Of several optimizers the worst word counts, such as "stalls" of a critic.
+    Of several optimizers the worst word counts, such as "stalls" of a critic. Raises Refusal for a
+    report that is not there, or that another version wrote.
     """
+    if not path.exists():
+        raise Refusal(
+            "the script ended without a report of watch, as one does that calls os._exit "
+            f"(its output: {log})"
+        )
+    report = json.loads(path.read_text())
+    if report["kind"] != REPORT_KIND:
+        raise Refusal(f"report is {path}, a {report['kind']}: remove it and {log}")
     said: dict[str, Words] = {}
-    for optimizer in report["optimizers"]:
-        for finding in optimizer["findings"]:
-            text = f"{finding['place']}={finding['format']}"
-            rate = math.nan if finding["rate"] is None else finding["rate"]
-            words = Words(rate, finding["verdict"])
-            if text not in said or severity(words.word) > severity(said[text].word):
-                said[text] = words
+    for finding in [each for optimizer in report["optimizers"] for each in optimizer["findings"]]:
+        text = f"{finding['place']}={finding['format']}"
+        rate = math.nan if finding["rate"] is None else finding["rate"]
+        words = Words(rate, finding["verdict"])
+        if text not in said or severity(words.word) > severity(said[text].word):
+            said[text] = words
     return said
 
 

@@ -21,69 +21,17 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..bits.catalogue import RealOptimizer
 from ..bits.notation import split_entry
 from .findings import NOT_JUDGED, SAME, Finding, judge
 from .ruler import Ruler
-from .watcher import NOT_IN_PROPORTION, Update, Watcher, at_work
-
-LEAP = 10  # a step that is longer than so many of the script's longest ones is a leap
-# A number drifts in a window if float32 leaves it alone, and a copy moves it by more than this
-# share of how far float32 moves the numbers of its tensor (root mean square) in the window with the
-# longest way so far. A shorter way may be the rounding of a difference, or the end of a momentum,
-# which float32 has rounded away a bit earlier.
-DRIFT = 0.1
-DRIFTING = 0.01  # a larger share of numbers that drift is part of the line
-# How long weight decay is followed: until it has taken this share, but within these updates
-DECAY_SHARE = 0.1
-DECAY_STEPS = 64, 256
-MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
+from .watcher import NOT_IN_PROPORTION, Shadow, Update, Watcher, dense, shadow_steps
 
 # Options that say how a step is computed, not which step it is
 IMPLEMENTATION = {"capturable", "differentiable", "foreach", "fused", "decoupled_weight_decay"}
-# Options that another class may lack, and still do the same
-UNIMPORTANT = {"eps", *IMPLEMENTATION}
-TYPES = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class RandomNumbers:
-    """Random numbers of the copies, so that the script draws what it always draws.
-
-    Real optimizers that round stochastically draw from the global generators of torch, NumPy and
-    Python. Within `in_use` these have the copies' states.
-
-    `device`  that of the parameters
-    """
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.own = None
-
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        of_script = self.states()
-        if self.own is None:
-            torch.manual_seed(0)
-        else:
-            self.restore(self.own)
-        try:
-            yield
-        finally:
-            self.own = self.states()
-            self.restore(of_script)
-
-    def states(self) -> tuple:
-        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
-
-    def restore(self, states: tuple) -> None:
-        cpu, cuda, of_python, of_numpy = states
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, self.device)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+PLAIN = {"Tensor", "Parameter"}  # classes of tensors that keep their numbers as their dtype says
 
 
 class OptimizerCopy:
@@ -92,48 +40,40 @@ class OptimizerCopy:
     `entry`      which class, with which options (bits/catalogue.py)
     `optimizer`  the script's optimizer
 
-    `parameters` has the copy of each parameter by the identity of the script's one. `left_out` says
-    in words which options are not the script's. Parameters of other types are left out. Parameters
-    that do not learn are copied, too, because they may learn later.
+    `parameters` has the copy of each parameter by the identity of the script's one. `remarks` say
+    in words which options are not the script's, and whether it once began without the script's
+    state. Parameters of other types are left out. Parameters that do not learn are copied, too,
+    because they may learn later.
 
     Raises ValueError, with a message of one line, where the class cannot stand for the script's.
     """
 
     def __init__(self, entry: RealOptimizer, optimizer: torch.optim.Optimizer):
         self.entry = entry
-        self.type = TYPES[entry.type]
+        self.random_states: list = []  # of its random numbers; none before the first are drawn
+        # `shared` are the options that follow the script's, which a schedule may change
+        self.factory, self.shared, self.remarks = class_and_options(entry, optimizer)
         self.parameters: dict[int, torch.nn.Parameter] = {}
-        self.factory, options, self.left_out = class_and_options(entry, optimizer)
-        # Options that follow the script's, which a schedule may change
-        self.shared = [name for name in options if name not in entry.options]
-        groups = []
-        for group in optimizer.param_groups:
-            settings = {name: group[name] for name in options if name in group}
-            settings |= entry.options
-            if "lr" in settings:
-                settings["lr"] = float(settings["lr"])
-            groups.append({"params": self.copies_of(group), **settings})
-        self.numbers_of_groups = [i for i, group in enumerate(groups) if group["params"]]
-        groups = [groups[i] for i in self.numbers_of_groups]
-        if not groups:
+        self.groups: dict[int, dict] = {}  # by the number of the script's parameter group
+        types = {"": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        for number, group in enumerate(optimizer.param_groups):
+            copies = {
+                id(p): torch.nn.Parameter(p.detach().to(types[entry.type], copy=True))
+                for p in group["params"]
+                if p.dtype == torch.float32 and p.numel()
+            }
+            self.parameters |= copies
+            if copies:
+                self.groups[number] = {"params": [*copies.values()], **entry.options}
+                for name in self.shared:
+                    set_option(self.groups[number], name, group[name])
+        if not self.groups:
             raise ValueError(f"{entry.text}: there are no parameters in float32")
-        self.groups = groups
         self.take_state(optimizer)
-
-    def copies_of(self, group: dict) -> list[torch.nn.Parameter]:
-        """Copies of the parameters of a group."""
-        copies = []
-        for p in group["params"]:
-            if p.dtype != torch.float32 or not p.numel():
-                continue
-            copy = torch.nn.Parameter(p.detach().to(self.type or p.dtype, copy=True))
-            self.parameters[id(p)] = copy
-            copies.append(copy)
-        return copies
 
     def make(self) -> None:
         """Makes the real optimizer, without a state."""
-        groups = [{**group} for group in self.groups]
+        groups = [{**group} for group in self.groups.values()]
         defaults = {name: value for name, value in groups[0].items() if name != "params"}
         with self.alone():
             self.optimizer = self.factory(groups, **defaults)
@@ -145,47 +85,64 @@ class OptimizerCopy:
         """Begins anew, with the state that the script's optimizer has now.
 
         A script may resume, or empty, zero or load the state later. What the real optimizer keeps
-        under the same name in the same shape is taken over, rounded as it keeps it. `lacks_state`
-        says that nothing of a state could be taken over.
+        under the same name in the same shape is taken over, rounded as it keeps it. If that is
+        nothing of a state, it begins without one, and a remark says so.
 
         A class makes its state in its first step. So it makes one with gradients of 0, of which
         only the state is left.
         """
         self.make()
-        self.lacks_state = False
-        states = {
-            self.parameters[id(p)]: state
-            for p, state in optimizer.state.items()
-            if state and id(p) in self.parameters
-        }
+        states = {copy: optimizer.state.get(p) for p, copy in self.pairs(optimizer)}
+        states = {copy: state for copy, state in states.items() if state}
         if not states:
             return
         weights = [copy.clone() for copy in states]
         settings = [{**group} for group in self.optimizer.param_groups]
-        for copy in states:
-            copy.grad = torch.zeros_like(copy)
-        with self.alone():
-            self.optimizer.step()
-        for copy, before in zip(states, weights, strict=True):
-            copy.copy_(before)
-            copy.grad = None
+        self.step_with({copy: torch.zeros_like(copy) for copy in states})
+        torch._foreach_copy_([*states], weights)
         for group, before in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(before)
         taken = [take_over(state, self.optimizer.state[copy]) for copy, state in states.items()]
         if not any(taken):
             self.make()
-            self.lacks_state = True
+            remark = "it began without the state of the script, which it cannot read"
+            if remark not in self.remarks:
+                self.remarks.append(remark)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """A context for calls of the real optimizer. Hooks of the script's optimizers can tell it
-        from the script, and its errors from theirs."""
-        with contextlib.ExitStack() as stack:
-            at_work.is_shadow = True
-            stack.callback(setattr, at_work, "is_shadow", False)
-            if self.entry.eager:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            yield
+        from the script, and it draws random numbers of its own."""
+        is_eager = self.entry.eager
+        stance = torch.compiler.set_stance("force_eager") if is_eager else contextlib.nullcontext()
+        token = shadow_steps.set(True)
+        self.exchange_random_numbers()
+        try:
+            with stance:
+                yield
+        finally:
+            self.exchange_random_numbers()
+            shadow_steps.reset(token)
+
+    def exchange_random_numbers(self) -> None:
+        """Exchanges the states of the global generators of torch, NumPy and Python with its own.
+
+        Real optimizers that round stochastically draw from these. The script draws what it always
+        draws.
+        """
+        generators = [
+            (torch.get_rng_state, torch.set_rng_state),
+            (random.getstate, random.setstate),
+            (np.random.get_state, np.random.set_state),
+        ]
+        if torch.cuda.is_initialized():
+            generators.append((torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
+        states = [state_of() for state_of, _ in generators]
+        if not self.random_states:
+            torch.manual_seed(0)
+        for (_, restore), state in zip(generators, self.random_states, strict=False):
+            restore(state)
+        self.random_states = states
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -193,24 +150,30 @@ class OptimizerCopy:
 
         Call it after the script's step. Gradients are copied, because a class may change them.
         """
-        for i, group in zip(self.numbers_of_groups, self.optimizer.param_groups, strict=True):
-            script_group = optimizer.param_groups[i]
+        for number, group in zip(self.groups, self.optimizer.param_groups, strict=True):
             for name in self.shared:
-                set_option(group, name, script_group[name])
-            for p in script_group["params"]:
-                copy = self.parameters.get(id(p))
-                if copy is not None:
-                    copy.grad = None if p.grad is None else p.grad.to(copy.dtype, copy=True)
+                set_option(group, name, optimizer.param_groups[number][name])
+        gradients = {
+            copy: p.grad.to(copy.dtype, copy=True)
+            for p, copy in self.pairs(optimizer)
+            if p.grad is not None
+        }
+        self.step_with(gradients)
+
+    def step_with(self, gradients: dict[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Makes a step with these gradients of the copies."""
+        for copy, gradient in gradients.items():
+            copy.grad = gradient
         with self.alone():
             self.optimizer.step()
-        for copy in self.parameters.values():
+        for copy in gradients:
             copy.grad = None
 
     @torch.no_grad()
     def give_back(self, optimizer: torch.optim.Optimizer) -> None:
         """Gives the script's parameters the numbers of the copies."""
-        for p in self.script_parameters(optimizer):
-            p.copy_(self.parameters[id(p)])
+        for p, copy in self.pairs(optimizer):
+            p.copy_(copy)
         self.checksums = state_checksums(optimizer)
 
     @torch.no_grad()
@@ -220,39 +183,15 @@ class OptimizerCopy:
 
         A parameter that nobody has changed has the copy's own numbers.
         """
-        for p in self.script_parameters(optimizer):
-            self.parameters[id(p)].copy_(p)
+        for p, copy in self.pairs(optimizer):
+            copy.copy_(p)
         if state_checksums(optimizer) != self.checksums:
             self.take_state(optimizer)
 
-    def script_parameters(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """The script's parameters that have a copy."""
+    def pairs(self, optimizer: torch.optim.Optimizer) -> list[tuple]:
+        """The script's parameters that have a copy, each with its copy."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return [p for p in parameters if id(p) in self.parameters]
-
-    def state(self, key: int) -> dict:
-        """The real optimizer's state of a parameter. `key` is the identity of the script's one."""
-        return self.optimizer.state.get(self.parameters[key], {})
-
-    def is_in_float32(self, key: int) -> bool:
-        """Whether everything that is kept of a parameter is in float32: nothing was gained."""
-        copy = self.parameters[key]
-        kept = [copy, *self.state(key).values()]
-        whole = [x for x in kept if isinstance(x, torch.Tensor) and x.numel() >= copy.numel()]
-        return all(x.dtype == torch.float32 and type(x).__name__ in PLAIN for x in whole)
-
-    def bytes_of(self, key: int) -> float:
-        """The bytes that are kept of a parameter between updates: itself and its state.
-
-        Some classes keep tensors in their groups or attributes. Those that have the shape of the
-        parameter are shared by the parameters of this shape.
-        """
-        copy = self.parameters[key]
-        groups = [{**group, "params": []} for group in self.optimizer.param_groups]
-        attributes = {**vars(self.optimizer), "param_groups": [], "state": {}}
-        elsewhere = [x for x in tensors_in([groups, attributes]) if x.shape == copy.shape]
-        alike = sum(other.shape == copy.shape for other in self.parameters.values())
-        return bytes_of([copy, dict(self.state(key))]) + bytes_of(elsewhere) / alike
+        return [(p, self.parameters[id(p)]) for p in parameters if id(p) in self.parameters]
 
 
 def take_over(state: dict, kept: dict) -> bool:
@@ -288,37 +227,49 @@ def state_checksums(optimizer: torch.optim.Optimizer) -> list[int]:
     return torch.stack([x.cpu() for x in sums]).tolist() if sums else []
 
 
-PLAIN = {"Tensor", "Parameter"}  # classes of tensors that keep their numbers as their dtype says
+def tensors_in(x) -> list[torch.Tensor]:
+    """The tensors in nested lists and dicts."""
+    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, torch.Tensor)]
 
 
-def bytes_of(x) -> int:
-    """The bytes of a tensor, also of one that keeps its numbers in other tensors, as those of
-    torchao do, and of a list or dict of tensors."""
+def bytes_of(tensors: list[torch.Tensor]) -> int:
+    """The bytes of tensors, also of those that keep their numbers in other tensors, as those of
+    torchao do."""
     total = 0
-    for tensor in tensors_in(x):
+    for tensor in tensors:
         if hasattr(tensor, "__tensor_flatten__") and type(tensor).__name__ not in PLAIN:
             names, _ = tensor.__tensor_flatten__()
-            total += sum(bytes_of(getattr(tensor, name)) for name in names)
+            total += bytes_of([getattr(tensor, name) for name in names])
         else:
             total += tensor.numel() * tensor.element_size()
     return total
 
 
-def tensors_in(x) -> list[torch.Tensor]:
-    """The tensors in nested lists and dicts."""
-    if isinstance(x, torch.Tensor):
-        return [x]
-    if isinstance(x, dict):
-        x = list(x.values())
-    return [tensor for part in x for tensor in tensors_in(part)] if type(x) in (list, tuple) else []
+def memory(optimizer, parameters: list[torch.Tensor]) -> tuple[float, int]:
+    """The bytes that an optimizer keeps of a parameter between updates, itself and its state, and
+    of how many tensors everything is kept in float32: nothing was gained there.
+
+    Some classes keep tensors in their groups or attributes. Those that have the shape of one of the
+    parameters count.
+    """
+    groups = [{**group, "params": []} for group in optimizer.param_groups]
+    attributes = {**vars(optimizer), "param_groups": [], "state": {}}
+    shapes = {p.shape for p in parameters}
+    total = bytes_of([x for x in tensors_in([groups, attributes]) if x.shape in shapes])
+    in_float32 = 0
+    for p in parameters:
+        kept = tensors_in([p, {**optimizer.state.get(p, {})}])
+        total += bytes_of(kept)
+        whole = [x for x in kept if x.numel() >= p.numel()]
+        in_float32 += all(x.dtype == torch.float32 and type(x).__name__ in PLAIN for x in whole)
+    return total / sum(p.numel() for p in parameters), in_float32
 
 
 def set_option(group: dict, name: str, value) -> None:
     """Gives an option of a parameter group another value. Some classes keep it as a tensor."""
+    value = float(value) if isinstance(value, torch.Tensor) else value
     if isinstance(group.get(name), torch.Tensor):
-        group[name].fill_(float(value))
-    elif isinstance(value, torch.Tensor):
-        group[name] = float(value)
+        group[name].fill_(value)
     else:
         group[name] = value
 
@@ -336,9 +287,8 @@ def class_and_options(entry: RealOptimizer, optimizer: torch.optim.Optimizer) ->
     """
     script_class = type(optimizer)
     if not entry.module:
-        names = [*optimizer.defaults, *entry.options]
-        taken = [name for name in dict.fromkeys(names) if accepts(script_class, name)]
-        return script_class, taken, []
+        accepted = options_of(script_class).keys() - entry.options.keys()
+        return script_class, [name for name in optimizer.defaults if name in accepted], []
     name = name_of_class(entry, optimizer)
     try:
         factory = getattr(importlib.import_module(entry.module), name)
@@ -348,26 +298,35 @@ def class_and_options(entry: RealOptimizer, optimizer: torch.optim.Optimizer) ->
         raise ValueError(f"{entry.text}: {entry.module} has no {name}") from error
     if not callable(factory) or not callable(getattr(factory, "step", None)):
         raise ValueError(f"{entry.text}: {name} is no optimizer: it has no step")
+    accepted = options_of(factory)
     for option in entry.options:
-        if not accepts(factory, option):
+        if option not in accepted:
             raise ValueError(f"{entry.text}: {name} has no option {option}")
-    if estimates_learning_rate(factory) and "lr" not in entry.options:
+    # Prodigy and D-Adaptation estimate it from `d0`
+    estimates = "d0" in accepted or NOT_IN_PROPORTION & {kind.__name__ for kind in factory.__mro__}
+    if estimates and "lr" not in entry.options:
         raise ValueError(
             f"{entry.text}: {name} estimates the learning rate itself: name its own, as in "
             f"{entry.text}:lr=1.0"
         )
     other_options = []  # what only one of the two classes has
-    if accepts(factory, "betas") and not {"betas"} & {*optimizer.defaults, *entry.options}:
+    if "betas" in accepted and not {"betas"} & {*optimizer.defaults, *entry.options}:
         other_options.append(f"{name} has betas, which {script_class.__name__} has not")
     options = []
     left_out = []
     for option, value in optimizer.defaults.items():
         if option in IMPLEMENTATION or option in entry.options:
             continue
-        if not accepts(factory, option):
-            if option not in UNIMPORTANT and any(g[option] for g in optimizer.param_groups):
+        default = accepted.get(option)
+        if option not in accepted:
+            # Without `eps`, a class still does the same
+            if option != "eps" and any(group[option] for group in optimizer.param_groups):
                 other_options.append(f"{name} has no {option}, which {script_class.__name__} has")
-        elif has_shape_of(value, default := default_of(factory, option)):
+        elif (
+            value is None
+            or default in (None, inspect.Parameter.empty)
+            or np.shape(value) == np.shape(default)
+        ):
             options.append(option)
         else:
             left_out.append(f"it has its own {option}, {default}")
@@ -378,27 +337,11 @@ def class_and_options(entry: RealOptimizer, optimizer: torch.optim.Optimizer) ->
     return factory, options, [*other_options, *left_out]
 
 
-def estimates_learning_rate(factory) -> bool:
-    """Whether a class estimates its learning rate, as Prodigy and D-Adaptation do from `d0`."""
-    names = {kind.__name__ for kind in getattr(factory, "__mro__", ())}
-    return bool(names & NOT_IN_PROPORTION) or accepts(factory, "d0")
-
-
-def has_shape_of(value, default) -> bool:
-    """Whether an option of one class can be one of another, by the other's default: a number for a
-    number, and as many numbers for several. A class without a default takes anything."""
-    if default is None or default is inspect.Parameter.empty or value is None:
-        return True
-    lengths = [len(x) if isinstance(x, list | tuple) else 0 for x in (value, default)]
-    return lengths[0] == lengths[1]
-
-
 def name_of_class(entry: RealOptimizer, optimizer: torch.optim.Optimizer) -> str:
     """The name of the class that takes the place of a script's optimizer. Raises ValueError if
     there is none."""
-    if "" in entry.classes:
-        return entry.classes[""]
-    ancestors = [kind.__name__ for kind in type(optimizer).__mro__]
+    # An explicit class takes any place
+    ancestors = ["", *(kind.__name__ for kind in type(optimizer).__mro__)]
     # torch's AdamW is an Adam whose weight decay is decoupled. Without weight decay they are one.
     decays = any(group.get("weight_decay") for group in optimizer.param_groups)
     decoupled = any(group.get("decoupled_weight_decay") for group in optimizer.param_groups)
@@ -413,47 +356,29 @@ def name_of_class(entry: RealOptimizer, optimizer: torch.optim.Optimizer) -> str
     raise ValueError(f"{entry.text}: it stands for {listed}, and the script has {kind}")
 
 
-def accepts(factory, option: str) -> bool:
-    """Whether a class has an option in its constructor, or in one that it inherits from."""
-    return option_of(factory, option) is not None
-
-
-def default_of(factory, option: str):
-    """The default of an option that a class accepts; `inspect.Parameter.empty` if it has none."""
-    return option_of(factory, option).default
-
-
-def option_of(factory, option: str) -> inspect.Parameter | None:
-    """An option in the constructor of a class, or in one that it inherits from."""
-    if option in ("self", "params"):
-        return None
-    for kind in getattr(factory, "__mro__", [factory]):
-        try:
-            signature = inspect.signature(kind.__init__ if isinstance(kind, type) else kind)
-        except (TypeError, ValueError):
-            continue
-        names = signature.parameters
-        if option in names:
-            return names[option]
-        if not any(p.kind is p.VAR_KEYWORD for p in names.values()):
-            return None
-    return None
-
-
-def nothing(count: int) -> torch.Tensor:
-    """Zeros, float32 [count], whatever torch's default type and device are."""
-    return torch.zeros(count, dtype=torch.float32, device="cpu")
+def options_of(factory) -> dict[str, object]:
+    """The options of the constructor of a class with their defaults, and those that it hands on to
+    classes that it inherits from. `inspect.Parameter.empty` stands for no default."""
+    options: dict[str, object] = {}
+    for kind in factory.__mro__:
+        parameters = inspect.signature(kind.__init__).parameters.values()
+        options = {p.name: p.default for p in parameters} | options
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return {name: options[name] for name in options if name not in ("self", "params")}
 
 
 class RealCopy:
     """A real optimizer beside a script's, and what was measured of it.
 
+    `copy`      None before the first step, and once it makes no more steps
+    `start`     sampled weights [T, P] at the beginning of the window
     `drifted`   the share of the numbers that drift in each window
     `longest`   the longest step of each of the T tensors, in learning rates
     `leaps`     the updates with a leap
     `reason`    why it is not judged; empty if it is
     `diverged`  the update at which its weights were no longer finite; 0 if they are
-    `bytes`     what is kept of each tensor; empty before the first step
+    `bytes`     what is kept of a parameter; 0 before the first step
     """
 
     def __init__(self, entry: RealOptimizer, watcher: Watcher):
@@ -461,18 +386,31 @@ class RealCopy:
         self.copy: OptimizerCopy | None = None
         self.ruler = Ruler(watcher.sample, [entry.text], watcher.tensor_names)
         self.drifted: list[float] = []
-        self.longest = nothing(len(watcher.references))
+        self.longest = np.zeros(len(watcher.references), np.float32)
         self.leaps: list[int] = []
         self.reason = ""
         self.diverged = 0
-        self.bytes: list[float] = []
+        self.bytes = 0.0
         self.in_float32 = 0  # how many tensors are kept wholly in float32
         self.remarks: list[str] = []  # options that are not the script's, and the like
-        self.start: np.ndarray | None = None  # sampled weights at the beginning of the window
-        self.displaced: np.ndarray | None = None  # how far other code has moved them since then
+
+    def attempt(self, what: str, function: Callable, *arguments) -> None:
+        """Calls a function of the copy. A copy that fails makes no more steps."""
+        try:
+            function(*arguments)
+        except Exception as error:
+            self.copy = None
+            text = str(error).strip().partition("\n")[0]
+            self.reason = f"it {what} ({type(error).__name__}: {text})"
+            if isinstance(error, ValueError) and text.startswith(self.entry.text):
+                self.reason = text.removeprefix(f"{self.entry.text}: ")
+
+    def make(self, optimizer: torch.optim.Optimizer) -> None:
+        self.copy = OptimizerCopy(self.entry, optimizer)
+        self.remarks = self.copy.remarks  # the same list, to which the copy may add
 
 
-class CopyShadow:
+class CopyShadow(Shadow):
     """Real optimizers beside a script's, each on its own copy of the parameters.
 
     `watcher`  the script's optimizer
@@ -484,14 +422,11 @@ class CopyShadow:
         self.watcher = watcher
         self.length = length
         self.copies = [RealCopy(entry, watcher) for entry in entries]
-        self.random_numbers = RandomNumbers(watcher.device)
         tensors = len(watcher.references)
-        self.longest = nothing(tensors)  # the script's own longest steps
-        self.longest_ways = np.zeros(tensors)  # the script's, in a window (`DRIFT`)
-        self.decaying_group = 0  # the number of the group with the most weight decay
+        self.longest = np.zeros(tensors, np.float32)  # the script's own longest steps
+        self.longest_ways = np.zeros(tensors)  # the script's, in a window
         self.updates = 0
-        self.count = 0  # updates in this window
-        self.learning_rates = 0.0  # their sum over the updates, in the decaying group
+        self.learning_rates = np.zeros(max(watcher.group) + 1)  # of the groups; sums over updates
         self.last: list[torch.Tensor] | None = None  # the script's weights after its last step
         self.checksums: list[int] = []  # of the state of the script's optimizer after that
 
@@ -506,87 +441,53 @@ class CopyShadow:
         script's weights and the state of its optimizer since the last step."""
         optimizer = self.watcher.optimizer
         parameters = self.watcher.parameters
+        sample = self.watcher.sample
         if self.last is None:
-            self.begin(optimizer, parameters)
+            self.last = [p.detach().clone() for p in parameters]
+            for real in self.copies:
+                real.attempt("could not be made", real.make, optimizer)
+            self.checksums = state_checksums(optimizer)
+            self.begin_window()
             return
         if state_checksums(optimizer) != self.checksums:
-            with self.random_numbers.in_use():
-                for real in self.active:
-                    self.attempt(real, "failed", lambda real=real: real.copy.take_state(optimizer))
+            for real in self.active:
+                real.attempt("failed", real.copy.take_state, optimizer)
         changes = torch._foreach_sub(parameters, self.last)
         # A NaN is a change, too
-        sizes = torch.stack(torch._foreach_norm(changes, torch.inf)).tolist()
-        for t, size in enumerate(sizes):
-            if size != 0:
-                self.displace(t, parameters[t], changes[t])
-
-    def displace(self, t: int, p: torch.Tensor, by: torch.Tensor) -> None:
-        """Moves the copies of a parameter as other code has moved the script's since its step."""
-        sample = self.watcher.sample
-        self.last[t].copy_(p)
-        self.displaced[t] += sample.read_one(t, by).cpu().numpy()
+        if not torch.stack(torch._foreach_norm(changes, torch.inf)).any():
+            return
+        # A window then begins so far away that its way is the same as without the change
+        self.start = sample.take(parameters) - (sample.take(self.last) - self.start)
+        torch._foreach_copy_(self.last, parameters)
         for real in self.active:
-            copy = real.copy.parameters[id(p)]
-            before = sample.read_one(t, copy).float()
-            copy.add_(by.to(copy.dtype))
-            moved = sample.read_one(t, copy).float() - before
-            real.displaced[t] += moved.cpu().numpy()
-
-    def begin(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
-        """Makes the copies, and begins a window."""
-        self.last = [p.detach().clone() for p in parameters]
-        with self.random_numbers.in_use():
-            for real in self.copies:
-                self.attempt(real, "could not be made", lambda real=real: self.make(real))
-        decays = [
-            (group.get("weight_decay") or 0) * float(group["lr"])
-            for group in optimizer.param_groups
-        ]
-        self.decaying_group = int(np.argmax(decays))
-        self.checksums = state_checksums(optimizer)
-        self.begin_window()
-
-    def make(self, real: RealCopy) -> None:
-        real.copy = OptimizerCopy(real.entry, self.watcher.optimizer)
-        real.remarks = list(real.copy.left_out)
-
-    def attempt(self, real: RealCopy, what: str, function: Callable[[], None]) -> None:
-        """Calls a function of a copy. A copy that fails makes no more steps."""
-        try:
-            function()
-        except Exception as error:
-            real.copy = None
-            text = str(error).strip().partition("\n")[0]
-            if isinstance(error, ValueError) and text.startswith(real.entry.text):
-                real.reason = text.removeprefix(f"{real.entry.text}: ")
-            else:
-                real.reason = f"it {what} ({type(error).__name__}: {text})"
+            way = self.weights_of(real) - real.start
+            copies = self.parameters_of(real)
+            torch._foreach_add_(copies, [change.to(copies[0].dtype) for change in changes])
+            real.start = self.weights_of(real) - way
 
     def begin_window(self) -> None:
-        self.count = 0
-        self.start = self.weights_of(self.watcher.optimizer, self.watcher.parameters)
-        self.displaced = np.zeros_like(self.start)
+        self.start = self.weights_of()
         for real in self.active:
-            real.start = self.weights_of(real.copy.optimizer, self.parameters_of(real))
-            real.displaced = np.zeros_like(self.start)
+            real.start = self.weights_of(real)
 
     def parameters_of(self, real: RealCopy) -> list[torch.Tensor]:
         """A copy's parameters, in the order of the script's."""
         return [real.copy.parameters[id(p)] for p in self.watcher.parameters]
 
-    def weights_of(self, optimizer, parameters: list[torch.Tensor]) -> np.ndarray:
-        """The sampled weights [T, P] of an optimizer.
+    def weights_of(self, real: RealCopy | None = None) -> np.ndarray:
+        """The sampled weights [T, P] of a copy, or of the script.
 
         They are the parameters. A Kahan sum keeps what rounding has left out of a parameter beside
-        it, and adds it as soon as it is large enough. So a weight is the sum of both.
+        it, and adds it as soon as it is large enough. So a weight is the sum of both. Where nothing
+        is kept, optimi has a single number or None.
         """
+        optimizer = real.copy.optimizer if real else self.watcher.optimizer
+        parameters = self.parameters_of(real) if real else self.watcher.parameters
+        rests = [optimizer.state.get(p, {}).get("kahan_comp") for p in parameters]
+        pairs = zip(parameters, rests, strict=True)
+        rests = [x if getattr(x, "shape", None) == p.shape else None for p, x in pairs]
         sample = self.watcher.sample
-        states = [optimizer.state.get(p, {}) for p in parameters]
-        y = sample.take(parameters)
-        if any("kahan_comp" in state for state in states):
-            pairs = zip(parameters, states, strict=True)
-            y += sample.take([compensation(p, state) for p, state in pairs])
-        return y
+        return sample.take(parameters) + sample.take(dense(parameters, rests))
 
     @torch.no_grad()
     def after(self, update: Update) -> None:
@@ -594,60 +495,56 @@ class CopyShadow:
         optimizer = self.watcher.optimizer
         parameters = self.watcher.parameters
         self.updates += 1
-        self.count += 1
-        rates = [settings.learning_rate for settings in update.settings]
-        self.learning_rates += rates[self.decaying_group]
-        by_tensor = [rates[g] for g in self.watcher.group]
-        lr = torch.tensor(by_tensor, dtype=torch.float32, device="cpu")
-        self.longest = torch.maximum(self.longest, longest_steps(self.last, parameters, lr))
+        rates = np.array([settings.learning_rate for settings in update.settings])
+        self.learning_rates += rates
+        lr = rates[self.watcher.group].astype(np.float32)
+        self.longest = np.maximum(self.longest, longest_steps(self.last, parameters, lr))
         if self.updates == 1:
-            kept = [[p, dict(optimizer.state.get(p, {}))] for p in parameters]
-            self.own_bytes = bytes_of(kept) / float(self.watcher.sample.sizes.sum())
-        with self.random_numbers.in_use():
-            for real in self.active:
-                self.step(real, optimizer, lr)
+            self.own_bytes, _ = memory(optimizer, parameters)
+        for real in self.active:
+            self.step(real, lr)
         torch._foreach_copy_(self.last, parameters)
         self.checksums = state_checksums(optimizer)
-        if self.count == self.length:
+        if self.updates % self.length == 0:
             self.end_window()
 
-    def step(self, real: RealCopy, optimizer, lr: torch.Tensor) -> None:
+    def step(self, real: RealCopy, lr: np.ndarray) -> None:
         """Lets one copy make a step."""
-        parameters = self.parameters_of(real)
-        before = [p.detach().clone() for p in parameters]
+        copies = self.parameters_of(real)
+        before = [copy.clone() for copy in copies]
         what = f"failed in step {self.updates}"
-        lacks_state = real.copy.lacks_state
-        self.attempt(real, what, lambda: real.copy.step(optimizer))
+        real.attempt(what, real.copy.step, self.watcher.optimizer)
         if real.copy is None:
             return
-        leap = LEAP * float(self.longest.max())
-        longest = longest_steps(before, parameters, lr, real.longest.clamp(max=leap))
-        real.longest = torch.maximum(real.longest, longest)
-        if float(longest.max()) > leap > 0:
+        # A step that is longer than 10 of the script's longest ones is a leap
+        leap = 10 * float(self.longest.max())
+        longest = longest_steps(before, copies, lr, np.minimum(real.longest, leap))
+        real.longest = np.maximum(real.longest, longest)
+        if longest.max() > leap > 0:
             real.leaps.append(self.updates)
-        if self.updates == 1 and lacks_state:
-            real.remarks.append("it began without the state of the script, which it cannot read")
-        diverges = not longest.isfinite().all()
-        if self.updates == 1 or diverges:
-            keys = [id(p) for p in self.watcher.parameters]
-            real.bytes = [real.copy.bytes_of(key) for key in keys]
-            real.in_float32 = sum(real.copy.is_in_float32(key) for key in keys)
-        if diverges:
+        if self.updates == 1:
+            real.bytes, real.in_float32 = memory(real.copy.optimizer, copies)
+        if not np.isfinite(longest).all():
             real.diverged = self.updates
             real.copy = None
 
     def end_window(self) -> None:
+        """Measures the window, and begins the next one.
+
+        A number drifts in a window if float32 leaves it alone, and a copy moves it by more than a
+        tenth of how far float32 moves the numbers of its tensor (root mean square) in the window
+        with the longest way so far. A shorter way may be the rounding of a difference, or the end
+        of a momentum, which float32 has rounded away a bit earlier.
+        """
         sample = self.watcher.sample
-        now = self.weights_of(self.watcher.optimizer, self.watcher.parameters)
-        true = now - self.start - self.displaced
+        true = self.weights_of() - self.start
         ways = np.sqrt(sample.mean(np.square(true)))  # [T]
         self.longest_ways = np.maximum(self.longest_ways, ways)
         for real in self.active:
-            weights = self.weights_of(real.copy.optimizer, self.parameters_of(real))
-            moved = weights - real.start - real.displaced
+            moved = self.weights_of(real) - real.start
             lost = (moved == 0) & (true != 0)
             real.ruler.add(moved[None], true, lost[None])
-            drifts = (true == 0) & (np.abs(moved) > DRIFT * self.longest_ways[:, None])
+            drifts = (true == 0) & (np.abs(moved) > 0.1 * self.longest_ways[:, None])
             real.drifted.append(float(np.average(sample.mean(drifts), weights=sample.sizes)))
         self.begin_window()
 
@@ -660,8 +557,7 @@ class CopyShadow:
         if real.reason:
             return Finding(self.watcher.name, *split_entry(text), NOT_JUDGED, real.reason)
         loses = f"{{share}} of the numbers stay the same over {self.length} updates"
-        reading = real.ruler.reading(0)
-        finding = judge(self.watcher.name, text, reading, tolerates, loses)
+        finding = judge(self.watcher.name, text, real.ruler.reading(0), tolerates, loses)
         if real.diverged:
             why = f"its weights became infinite or NaN at update {real.diverged}"
             finding = finding._replace(verdict="diverges", why=why)
@@ -669,12 +565,8 @@ class CopyShadow:
             return finding
         longest = float(real.longest.max())
         own = float(self.longest.max())
-        finding = finding._replace(
-            longest_step=longest,
-            bytes_per_parameter=sum(real.bytes) / float(self.watcher.sample.sizes.sum()),
-        )
-        is_same = finding.rate == 1 and finding.noise == 0 and longest == own
-        if is_same and finding.bytes_per_parameter == self.own_bytes:
+        finding = finding._replace(longest_step=longest, bytes_per_parameter=real.bytes)
+        if (finding.rate, finding.noise, longest, real.bytes) == (1, 0, own, self.own_bytes):
             finding = finding._replace(why=f"{SAME}: its steps are equal, bit for bit")
         if real.leaps:
             tensor = self.watcher.tensor_names[int(real.longest.argmax())]
@@ -685,7 +577,7 @@ class CopyShadow:
             )
             finding = finding.worsened("leaps", leap)
         remarks = list(real.remarks)
-        if real.drifted and (drifted := float(np.mean(real.drifted))) > DRIFTING:
+        if real.drifted and (drifted := float(np.mean(real.drifted))) > 0.01:
             remarks.append(f"{drifted:.0%} of the numbers move although float32's stand still")
         decay = self.decay_rate(real)
         arrives = f"{decay:.2f} of the weight decay arrives"
@@ -693,91 +585,73 @@ class CopyShadow:
             finding = finding.worsened("frozen tensors" if decay < 1 else "faster", arrives)
         elif abs(decay - 1) > 0.1:
             remarks.append(arrives)
-        remarks.append(f"longest step {longest:,.3g} learning rates (float32 {own:,.3g})")
-        remarks.append(f"{finding.bytes_per_parameter:.3g} bytes a parameter")
+        remarks += [
+            f"longest step {longest:,.3g} learning rates (float32 {own:,.3g})",
+            f"{real.bytes:.3g} bytes a parameter",
+        ]
         if real.in_float32:
-            tensors = len(real.bytes)
-            remarks.append(f"{real.in_float32} of {tensors} tensors stay in float32")
+            remarks.append(f"{real.in_float32} of {len(real.longest)} tensors stay in float32")
         return finding._replace(why="; ".join([finding.why, *remarks]))
 
     def decay_rate(self, real: RealCopy) -> float:
         """Which share of the weight decay arrives; NaN without weight decay.
 
         The script's class in float32 and the real optimizer both train a tensor of 64 x 64 numbers
-        with gradients of 0, at the training's mean learning rate. Weight decay is all that moves
-        it. The share is <d', d> / <d, d>, as for every rate.
+        with gradients of 0, at the training's mean learning rate, in the group with the most weight
+        decay. Weight decay is all that moves it. The share is <d', d> / <d, d>, as for every rate.
         """
         optimizer = self.watcher.optimizer
-        if optimizer is None or self.updates == 0:
+        rates = self.learning_rates / self.updates
+        pairs = zip(self.watcher.groups, rates, strict=False)
+        decays = [float(group.get("weight_decay") or 0) * lr for group, lr in pairs]
+        if not any(decays):
             return math.nan
-        group = optimizer.param_groups[self.decaying_group]
-        lr = self.learning_rates / self.updates
-        per_update = lr * float(group.get("weight_decay") or 0)
-        if per_update == 0:
-            return math.nan
-        least, most = DECAY_STEPS
-        steps = int(min(max(DECAY_SHARE / per_update, least), most))
+        number = int(np.argmax(decays))
         generator = torch.Generator(device="cpu").manual_seed(0)
         weights = torch.randn(64, 64, generator=generator, dtype=torch.float32, device="cpu")
+        start = torch.nn.Parameter(weights.to(self.watcher.device))
+        start.grad = torch.zeros_like(start)
+        # An optimizer with one parameter and the script's settings, which makes no step
+        settings = {**optimizer.param_groups[number], "params": [start], "lr": rates[number]}
+        scheduled = object.__new__(type(optimizer))
+        vars(scheduled).update(vars(optimizer), param_groups=[settings], state={})
         own = RealOptimizer("model=fp32", "", {}, "", {}, False)
+        moved = []
         try:
-            with self.random_numbers.in_use():
-                start = torch.nn.Parameter(weights.to(self.random_numbers.device))
-                scheduled = with_one_parameter(optimizer, group, start, lr)
-                copies = [OptimizerCopy(entry, scheduled) for entry in (own, real.entry)]
-                # Copies, because the parameters change in place
-                before = [copy.parameters[id(start)].detach().float().clone() for copy in copies]
-                start.grad = torch.zeros_like(start)
-                for _ in range(steps):
-                    for copy in copies:
-                        copy.step(scheduled)
-                after = [copy.parameters[id(start)].detach().float() for copy in copies]
+            for entry in (own, real.entry):
+                copy = OptimizerCopy(entry, scheduled)
+                copied = copy.parameters[id(start)].detach()
+                before = copied.float().clone()
+                # Until weight decay has taken a tenth, but within limits
+                for _ in range(int(np.clip(0.1 / decays[number], 64, 256))):
+                    copy.step(scheduled)
+                moved.append(copied.float() - before)
         except Exception:  # the decay is a note; the rate stands without it
             return math.nan
-        true, moved = (b - a for a, b in zip(before, after, strict=True))
-        return float((moved * true).sum() / true.square().sum())
-
-
-def with_one_parameter(optimizer, group: dict, parameter, lr: float) -> torch.optim.Optimizer:
-    """An object with the class and the settings of an optimizer, and one parameter. It makes no
-    step."""
-    alone = object.__new__(type(optimizer))
-    vars(alone).update(vars(optimizer))
-    alone.param_groups = [{**group, "params": [parameter], "lr": lr}]
-    alone.state = {}
-    return alone
-
-
-def compensation(parameter: torch.Tensor, state: dict) -> torch.Tensor:
-    """What a Kahan sum keeps of a parameter beside it, in the parameter's shape. It is 0 if nothing
-    is kept, for which optimi has a single number or None."""
-    kept = state.get("kahan_comp")
-    if kept is None or kept.shape != parameter.shape or not kept.is_floating_point():
-        return torch.zeros_like(parameter)
-    return kept
+        true, with_real = moved
+        return float((with_real * true).sum() / true.square().sum())
 
 
 def longest_steps(
     before: list[torch.Tensor],
     after: list[torch.Tensor],
-    lr: torch.Tensor,
-    known: torch.Tensor | None = None,
-) -> torch.Tensor:
+    lr: np.ndarray,
+    known: np.ndarray | None = None,
+) -> np.ndarray:
     """The farthest that a number of each tensor has moved, in learning rates, float32 [T].
 
     In 16 bits, a number moves by whole spacings, however short the step. So one spacing is taken
     off. That is computed only where the result may be longer than `known`.
     """
     moved = torch._foreach_sub(after, before)
-    distance = torch.stack(torch._foreach_norm(moved, math.inf)).float().cpu()
-    longest = torch.where(lr > 0, distance / lr, 0)
-    mantissa = MANTISSA.get(after[0].dtype)
-    if mantissa is None:
+    distances = torch.stack(torch._foreach_norm(moved, math.inf)).float().cpu().numpy()
+    longest = np.divide(distances, lr, out=np.zeros_like(lr), where=lr > 0)
+    if after[0].dtype == torch.float32:
         return longest
-    for t in torch.nonzero(longest > known).flatten().tolist():
+    for t in np.flatnonzero(longest > known):
         farther = torch.maximum(before[t].abs(), after[t].abs()).float()
         _, exponent = torch.frexp(farther)  # farther = fraction 2^exponent, fraction below 1
-        spacing = torch.exp2((exponent - 1 - mantissa).float())
+        spacing = torch.exp2((exponent - 1).float()) * torch.finfo(after[t].dtype).eps
         distance = (after[t].float() - before[t].float()).abs() - spacing
-        longest[t] = distance.max().clamp(min=0).cpu() / lr[t]
+        longest[t] = float(distance.max().clamp(min=0)) / lr[t]
     return longest

@@ -11,17 +11,13 @@ from typing import NamedTuple
 from ..bits.catalogue import PLACES as REAL_PLACES
 from ..bits.notation import split_entry
 from ..bits.places import PlaceFormat
-from .ruler import ERRORS, Reading, is_above, is_below, is_stochastic
+from .ruler import ERRORS, Reading, Ruler, is_above, is_below, is_stochastic
 
 AS_FLOAT32 = "as float32"
 NOT_JUDGED = "not judged"
 # From the mildest to the worst
 WORDS = (AS_FLOAT32, "frozen tensors", "faster", "leaps", "slower", "stalls", "diverges")
 SAME = "it is the same as the script's own"  # a real optimizer, which then saves nothing
-STALLED = 0.1  # a training that ends with a rate below this has nearly stopped
-SHOWN_ERROR = 0.01  # a standard error above this is part of the line
-NOISY = 2.5  # noise above this, relative to float32's step, is part of the line
-NAMED = 4  # how many tensors a line of the report names at most
 
 
 class Finding(NamedTuple):
@@ -75,6 +71,15 @@ class Finding(NamedTuple):
     def is_fine(self) -> bool:
         return self.verdict == AS_FLOAT32
 
+    @property
+    def bits(self) -> float:
+        """How many bits a number has in the format, or is kept of a parameter by a real
+        optimizer."""
+        if self.place in REAL_PLACES:
+            return 8 * self.bytes_per_parameter
+        form = PlaceFormat.of(self.format).format
+        return 1 + form.exponent + form.mantissa
+
     def worsened(self, word: str, reason: str) -> "Finding":
         """The finding with a further reason, which leads if its word is the worse one."""
         if self.verdict == NOT_JUDGED:
@@ -121,10 +126,11 @@ class Report(list[Finding]):
                 )
             for finding in findings:
                 if not finding.is_fine:
-                    reason = f"{finding.verdict}: {finding.why}"
-                    cure = finding.cure or "keep it in float32"
-                    where = f"in {finding.optimizer} ({reason})"
-                    raise ValueError(f"{text} is not fine {where}: {cure}")
+                    raise ValueError(
+                        f"{text} is not fine in {finding.optimizer} "
+                        f"({finding.verdict}: {finding.why}): "
+                        f"{finding.cure or 'keep it in float32'}"
+                    )
 
 
 def judge(
@@ -172,6 +178,24 @@ def judge(
     )
 
 
+def judge_all(
+    optimizer: str, ruler: Ruler, tolerates: tuple[float, float], length: int
+) -> list[Finding]:
+    """The findings for all shadows of a ruler, without cures. `length` is how many updates a window
+    has."""
+    stay = f"{{share}} of the numbers stay the same over {length} updates"
+    lost = dict.fromkeys(("grad", "forward", "backward"), "{share} of the gradients become 0")
+    lost["m"] = "{share} of the m are kept as 0"
+    for place, numbers in (("v", "v"), ("root", "roots of v")):
+        lost[place] = (
+            f"{{share}} of the {numbers} are kept as 0, and Adam then divides by eps alone"
+        )
+    return [
+        judge(optimizer, text, ruler.reading(row), tolerates, lost.get(split_entry(text)[0], stay))
+        for row, text in enumerate(ruler.texts)
+    ]
+
+
 def word_for(reading: Reading, tolerates: tuple[float, float]) -> str:
     """The word, by the factors of the learning rate that the training tolerates.
 
@@ -179,7 +203,8 @@ def word_for(reading: Reading, tolerates: tuple[float, float]) -> str:
     """
     low, high = tolerates
     all_frozen = len(reading.frozen) == len(reading.tensors)
-    has_stopped = is_below(reading.last, reading.last_error, STALLED)
+    # A training that ends with a rate below 0.1 has nearly stopped
+    has_stopped = is_below(reading.last, reading.last_error, 0.1)
     slow = "stalls" if has_stopped or all_frozen else "slower"
     if is_below(reading.rate, reading.error, low):
         return slow
@@ -209,7 +234,7 @@ def explain(reading: Reading, verdict: str, tolerates: tuple[float, float], lose
         parts.append(
             f"{len(fast)} of {total} tensors learn up to {times(fastest)} as fast: {listed(fast)}"
         )
-    if reading.noise > NOISY:
+    if reading.noise > 2.5:
         parts.append(f"its noise is {reading.noise:.1f} times the step")
     if verdict != AS_FLOAT32 and reading.lost > 0.01:
         parts.append(loses.format(share=f"{reading.lost:.0%}"))
@@ -222,56 +247,38 @@ def times(rate: float, error: float = 0.0) -> str:
         text = f"{rate:,.0f}"
     else:
         text = f"{rate:.2f}" if rate >= 0.01 else f"{rate:.1g}"
-    if error > SHOWN_ERROR:
+    if error > 0.01:
         text += f" ± {error:.0f}" if error >= 10 else f" ± {error:.2f}"
     return f"{text} times"
 
 
 def listed(names: list[str]) -> str:
-    """Names in a line. Of a long list, only the first few."""
-    more = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
-    return ", ".join([*names[:NAMED], *more])
-
-
-def without_nan(x):
-    """`x` with None in place of NaN and infinity, which JSON does not have."""
-    if isinstance(x, dict):
-        return {name: without_nan(value) for name, value in x.items()}
-    if isinstance(x, list | tuple):
-        return [without_nan(value) for value in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
-
-
-def bits_in(finding: Finding) -> float:
-    """How many bits a number has in a finding's format, or is kept of a parameter by a real
-    optimizer."""
-    if finding.place in REAL_PLACES:
-        return 8 * finding.bytes_per_parameter
-    form = PlaceFormat.of(finding.format).format
-    return 1 + form.exponent + form.mantissa
+    """Names in a line. Of a long list, only the first four."""
+    more = [f"and {len(names) - 4} more"] if len(names) > 4 else []
+    return ", ".join([*names[:4], *more])
 
 
 def with_cures(findings: list[Finding]) -> list[Finding]:
     """The findings of one optimizer, with the cures that are among them."""
+    fine = {
+        finding.text: finding
+        for finding in findings
+        if finding.is_fine and not finding.why.startswith(SAME)
+    }
     return [
         finding
         if finding.is_fine or finding.verdict == NOT_JUDGED
-        else finding._replace(cure=cure_of(finding, findings))
+        else finding._replace(cure=cure_of(finding, fine))
         for finding in findings
     ]
 
 
-def cure_of(finding: Finding, findings: list[Finding]) -> str:
-    """A format that learns as float32 does, with its rate.
+def cure_of(finding: Finding, fine: dict[str, Finding]) -> str:
+    """A format that learns as float32 does, with its rate. `fine` are those that do, by text.
 
     The same format with a scale or with stochastic rounding is tried first, for v also its root,
     and then any format of the same place that has no more bits.
     """
-    fine = {
-        candidate.text: candidate
-        for candidate in findings
-        if candidate.is_fine and not candidate.why.startswith(SAME)
-    }
     place = finding.place
     bare = finding.format.split(":")[0]
     texts = [
@@ -285,11 +292,10 @@ def cure_of(finding: Finding, findings: list[Finding]) -> str:
     small_enough = [
         candidate
         for candidate in fine.values()
-        if candidate.place in alike and bits_in(candidate) <= bits_in(finding)
+        if candidate.place in alike and candidate.bits <= finding.bits
     ]
     small_enough.sort(key=lambda candidate: abs(math.log(candidate.rate)))
-    texts += [candidate.text for candidate in small_enough]
-    for text in texts:
+    for text in [*texts, *(candidate.text for candidate in small_enough)]:
         if text in fine:
             return f"{text} ({fine[text].rate:.2f})"
     return "keep it in float32"

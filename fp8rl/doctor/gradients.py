@@ -29,10 +29,10 @@ from torch.overrides import TorchFunctionMode
 from ..bits import adam
 from ..bits.notation import split_entry
 from ..bits.places import PlaceFormat
-from .findings import NOT_JUDGED, Finding, judge
+from .findings import NOT_JUDGED, Finding, judge_all
 from .rows import FormatRows
-from .ruler import Ruler
-from .watcher import GroupSettings, Update, Watcher, dense, largest_of
+from .ruler import Ruler, WindowSums, is_stochastic
+from .watcher import GroupSettings, Shadow, Update, Watcher, dense, largest_of
 
 # torch's functions that multiply two operands, and the index of the first operand in their
 # arguments.
@@ -61,10 +61,6 @@ PRODUCTS = dict.fromkeys(
 PRODUCTS |= dict.fromkeys(
     (torch.addmm, torch.baddbmm, torch.Tensor.addmm, torch.Tensor.baddbmm, torch.einsum), 1
 )
-LOOK_FIRST = 32  # windows of looks begin at update 32, 64, 128, ...
-LOOK_LENGTH = 8  # updates in such a window
-# How much the gradient of a look may differ from the training's, relative to its largest number
-SAME_GRADIENT = 1e-2
 
 
 class Through(torch.autograd.Function):
@@ -126,19 +122,7 @@ class Operands(TorchFunctionMode):
         return result
 
 
-def with_same_random_numbers(device: torch.device, function: Callable):
-    """The result of a function, called so that torch's random generators stay as they are.
-
-    `device` is that of the parameters.
-
-    So functions that are called one after the other draw the same random numbers.
-    """
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        return function()
-
-
-class GradientShadow:
+class GradientShadow(Shadow):
     """The steps of an optimizer with other gradients: of Adam without amsgrad, or of SGD.
 
     Arrays [1 + C, T, P] have the training's own gradients in their first row, and those of C other
@@ -154,6 +138,7 @@ class GradientShadow:
         self.length = length
         self.ruler = Ruler(watcher.sample, texts, watcher.tensor_names)
         self.count = 0  # updates in this window so far
+        self.moments: list[np.ndarray] | None = None
 
     def begin_at(self, moments: list[np.ndarray], steps: float) -> None:
         """Begins with moments [T, P]: m and v of Adam, or the momentum of SGD."""
@@ -161,15 +146,11 @@ class GradientShadow:
         self.moments = [np.tile(x, rows) for x in moments]
         self.steps = steps
 
-    def take_step(
-        self, gradients: np.ndarray, weight: np.ndarray, live: np.ndarray, settings: GroupSettings
-    ) -> None:
-        """Takes a step with each of the gradients [1 + C, T, P], and ends the window if it is full.
-
-        `weight`    float32's weights before the step, [T, P]
-        `live`      whether a tensor has a gradient, bool [T, 1]
-        `settings`  arrays [T, 1]
-        """
+    def take_step(self, update: Update, gradients: np.ndarray, live: np.ndarray) -> None:
+        """Takes the step of an update with each of the gradients [1 + C, T, P], and ends the window
+        if it is full. `live` says whether a tensor has a gradient, bool [T, 1]."""
+        weight = update.weight.cpu().numpy()
+        settings = GroupSettings(*(x[0] for x in self.watcher.by_tensor([update.settings])))
         step = self.step_of_adam if self.watcher.is_adam else self.step_of_sgd
         moved = np.where(live, step(settings, gradients, weight, live), 0)
         self.moved = moved if self.count == 0 else self.moved + moved
@@ -204,11 +185,7 @@ class GradientShadow:
         return settings.learning_rate * np.where(settings.momentum > 0, with_momentum, g)
 
     def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
-        loses = "{share} of the gradients become 0"
-        return [
-            judge(self.watcher.name, text, reading, tolerates, loses)
-            for text, reading in self.ruler.readings().items()
-        ]
+        return judge_all(self.watcher.name, self.ruler, tolerates, self.length)
 
 
 class LookShadow(GradientShadow):
@@ -219,11 +196,10 @@ class LookShadow(GradientShadow):
     """
 
     def __init__(self, watcher: Watcher, texts: list[str]):
-        texts = texts if watcher.is_adam else []
-        super().__init__(watcher, texts, LOOK_LENGTH)
-        forms = {text: PlaceFormat.of(split_entry(text)[1]) for text in texts}
-        self.modes = [Operands(**{split_entry(text)[0]: forms[text]}) for text in texts]
-        self.next = LOOK_FIRST  # the update at which the next window begins
+        super().__init__(watcher, texts if watcher.is_adam else [], length=8)
+        entries = [split_entry(text) for text in self.ruler.texts]
+        self.modes = [Operands(**{place: PlaceFormat.of(form)}) for place, form in entries]
+        self.next = 32  # the update at which the next window begins: 32, 64, 128, ...
         self.looked: list[tuple[np.ndarray, float]] | None = None
         self.is_used = False  # whether the loop has called `look`
 
@@ -238,18 +214,14 @@ class LookShadow(GradientShadow):
         """The sample of a loss's gradient, and the norm of the whole gradient."""
         parameters = self.watcher.parameters
         learning = [p for p in parameters if p.requires_grad]
-        with torch.enable_grad():
-            gradients = with_same_random_numbers(
-                self.watcher.device,
-                lambda: torch.autograd.grad(loss(), learning, allow_unused=True),
-            )
+        # Losses that are computed one after the other draw the same random numbers
+        devices = [self.watcher.device] if self.watcher.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            gradients = torch.autograd.grad(loss(), learning, allow_unused=True)
         by_parameter = {id(p): g for p, g in zip(learning, gradients, strict=True)}
         whole = dense(parameters, [by_parameter.get(id(p)) for p in parameters])
         norm = float(torch.stack([g.norm() for g in whole]).norm())
         return self.watcher.sample.take(whole), norm
-
-    def before(self) -> None:
-        pass
 
     def after(self, update: Update) -> None:
         """Takes Adam's steps for an update before which `look` has computed gradients.
@@ -265,36 +237,35 @@ class LookShadow(GradientShadow):
         if self.count == 0:
             nothing = np.zeros_like(g)
             self.begin_at([nothing, nothing], 0)
-        gradients = np.stack([g, *as_the_training_scales(g, looked)])
-        settings = GroupSettings(*(x[0] for x in self.watcher.by_tensor([update.settings])))
-        self.take_step(gradients, update.weight.cpu().numpy(), np.array(True), settings)
+        gradients = np.stack([g, *self.as_the_training_scales(g, looked)])
+        self.take_step(update, gradients, np.array(True))
         if self.count == 0:
             self.next *= 2
 
+    @staticmethod
+    def as_the_training_scales(
+        g: np.ndarray, looked: list[tuple[np.ndarray, float]]
+    ) -> list[np.ndarray]:
+        """The gradients of other losses, scaled or clipped as the training does with its own, `g`.
+
+        `looked` has the gradient of the training's loss, then of the others, each with its norm.
+        """
+        (exact, norm), *others = looked
+        square = max((exact * exact).sum(dtype=np.float64), 1e-38)
+        factor = float((g * exact).sum(dtype=np.float64) / square)
+        if np.abs(g - factor * exact).max() > 1e-2 * np.abs(g).max():
+            raise ValueError(
+                "loss has another gradient than the training: "
+                "let it return the loss of the update that follows"
+            )
+        if factor >= 1:
+            return [factor * x for x, _ in others]
+        # A factor below 1 is taken for a clipped norm, so the others are clipped to it, too.
+        max_norm = factor * norm
+        return [x * min(1, max_norm / max(size, math.ulp(0))) for x, size in others]
+
     def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
         return super().findings(tolerates) if self.is_used else []
-
-
-def as_the_training_scales(
-    g: np.ndarray, looked: list[tuple[np.ndarray, float]]
-) -> list[np.ndarray]:
-    """The gradients of other losses, scaled or clipped as the training does with its gradient `g`.
-
-    `looked` has the gradient of the training's loss, then of the others, each with its norm.
-    """
-    (exact, norm), *others = looked
-    square = max((exact * exact).sum(dtype=np.float64), 1e-38)
-    factor = float((g * exact).sum(dtype=np.float64) / square)
-    if np.abs(g - factor * exact).max() > SAME_GRADIENT * np.abs(g).max():
-        raise ValueError(
-            "loss has another gradient than the training: "
-            "let it return the loss of the update that follows"
-        )
-    if factor >= 1:
-        return [factor * x for x, _ in others]
-    # A factor below 1 is taken for a clipped norm, so the others are clipped to this norm, too.
-    max_norm = factor * norm
-    return [x * min(1, max_norm / max(size, math.ulp(0))) for x, size in others]
 
 
 class SumShadow(GradientShadow):
@@ -304,20 +275,18 @@ class SumShadow(GradientShadow):
     """
 
     def __init__(self, watcher: Watcher, texts: list[str], length: int, seed: int):
-        forms = {text: PlaceFormat.of(split_entry(text)[1]) for text in texts}
-        texts = sorted(texts, key=lambda text: forms[text].stochastic)
+        texts = sorted(texts, key=is_stochastic)
         super().__init__(watcher, texts, length)
         self.trouble = ""
         if not (watcher.is_adam or watcher.is_sgd):
             self.trouble = "sums of gradients are followed of SGD, and of Adam without amsgrad"
-        self.rows = FormatRows([forms[text] for text in texts], seed)
+        self.rows = FormatRows.of(texts, seed)
         tensors = len(watcher.references)
-        shape = (len(texts), tensors, watcher.sample.numbers_per_tensor)
-        self.sum = np.zeros(shape[1:], np.float32)  # float32's, when it was read last
-        self.kept = np.zeros(shape, np.float32)
+        # float32's sums, when they were read last
+        self.sum = np.zeros((tensors, watcher.sample.numbers_per_tensor), np.float32)
+        self.kept = np.stack([self.sum] * len(texts))  # in each format, [C, T, P]
         self.added = np.zeros(tensors, int)  # gradients in the present sum
         self.has_new = np.zeros(tensors, bool)  # whether one was added since the last step
-        self.has_begun = False
         self.contributions: list[float] = []  # in each step
         self.shares: list[np.ndarray] = []  # of each step, what is left of the sum, [C]
 
@@ -375,9 +344,8 @@ class SumShadow(GradientShadow):
 
     def before(self) -> None:
         """Begins with the moments that the optimizer has now."""
-        if self.has_begun or self.trouble:
+        if self.moments is not None or self.trouble:
             return
-        self.has_begun = True
         watcher = self.watcher
         names = ("exp_avg", "exp_avg_sq") if watcher.is_adam else ("momentum_buffer",)
         moments = [watcher.sample.take(watcher.state(name)) for name in names]
@@ -395,21 +363,14 @@ class SumShadow(GradientShadow):
             self.take_sum(t, update.gradient[t])
             if not self.has_new[t]:  # such as a gradient that was there before the doctor
                 self.kept[:, t] = self.rounded(t, gradient[t], update.gradient[t])
-        self.note_share(gradient, self.kept, live & self.has_new[:, None])
+        seen = live[:, 0] & self.has_new
+        if seen.any():
+            sums = WindowSums.of(self.kept, gradient, False, self.watcher.sample.emphasis)
+            self.shares.append(sums.rate(self.ruler.weight * seen))
+            self.contributions.append(float(np.median(self.added[seen])))
         self.has_new[:] = False
         gradients = np.concatenate((gradient[None], self.kept))
-        settings = GroupSettings(*(x[0] for x in self.watcher.by_tensor([update.settings])))
-        self.take_step(gradients, update.weight.cpu().numpy(), live, settings)
-
-    def note_share(self, gradient: np.ndarray, kept: np.ndarray, seen: np.ndarray) -> None:
-        """Notes which share of the sum is left, and how many gradients it has."""
-        if not seen.any():
-            return
-        sample = self.watcher.sample
-        sizes = sample.sizes.reshape(-1, 1) * seen * sample.emphasis
-        square = (sizes * gradient * gradient).sum(dtype=np.float64)
-        self.shares.append((sizes * kept * gradient).sum((1, 2), dtype=np.float64) / square)
-        self.contributions.append(float(np.median(self.added[seen[:, 0]])))
+        self.take_step(update, gradients, live)
 
     def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
         if self.trouble:
@@ -420,15 +381,16 @@ class SumShadow(GradientShadow):
         findings = super().findings(tolerates)
         if not self.shares:
             return findings
-        count = float(np.median(self.contributions))
-        left = np.nanmean(self.shares, axis=0)
+        count = np.median(self.contributions)
+        shares = np.nanmean(self.shares, axis=0)
+        if count > 1:
+            words = [
+                f"a step adds up {count:,.0f} gradients, and {x:.2f} of the sum is left"
+                for x in shares
+            ]
+        else:
+            words = ["a step has one gradient, which is rounded once"] * len(shares)
         return [
-            finding._replace(why=f"{finding.why}; {sum_in_words(count, float(share))}")
-            for finding, share in zip(findings, left, strict=True)
+            finding._replace(why=f"{finding.why}; {text}")
+            for finding, text in zip(findings, words, strict=True)
         ]
-
-
-def sum_in_words(contributions: float, share_left: float) -> str:
-    if contributions <= 1:
-        return "a step has one gradient, which is rounded once"
-    return f"a step adds up {contributions:,.0f} gradients, and {share_left:.2f} of the sum is left"

@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 from ..bits import adam
 from ..bits.catalogue import read_real_optimizer, split_real
 from ..bits.notation import OPERANDS, STATE, SUMS
-from ..bits.places import NO_NOISE, places_of
-from .copies import OptimizerCopy, RandomNumbers
+from ..bits.places import places_of
+from . import NO_STEP, Refusal, first_line, say
+from .copies import OptimizerCopy
 from .gradients import Operands
-from .output import NO_STEP, Refusal, first_line, say
 from .watcher import Hooks, parameters_of
 
 
@@ -63,12 +63,9 @@ class Keep(Hooks):
         emulated, real = split_real(formats)
         self.places = places_of(emulated, (*STATE, *SUMS, *OPERANDS))
         self.real = read_real_optimizer(real[0]) if real else None
-        self.copies: list[OptimizerCopy | None] = []
-        self.random_numbers: RandomNumbers | None = None
         # Random numbers of its own, so that the script draws what it always draws
         self.generator = torch.Generator(device="cpu").manual_seed(0)
-        self.moments_kept = False
-        self.sums_kept = False  # whether a gradient was added to a sum after the first step
+        self.kept = {"weights"}  # places that were really kept in few bits
         operands = {name: self.places[name] for name in OPERANDS if name in self.places}
         self.operands = Operands(**operands) if operands else None
 
@@ -89,61 +86,45 @@ class Keep(Hooks):
         raise SystemExit(2)
 
     @refuses
-    def begin(self, number: int) -> None:
-        self.round_weights(number)
+    def begin(self, optimizer, name: str) -> OptimizerCopy | None:
+        """Returns the copy on which a real optimizer trains, if there is one."""
+        self.round_weights(optimizer)
         if "grad" in self.places:
-            for p in parameters_of(self.optimizers[number]):
+            for p in parameters_of(optimizer):
                 if p.grad is not None:
                     self.round_sum(p)
                 p.register_post_accumulate_grad_hook(self.after_adding)
-        self.copies.append(None)
-        if self.real is not None:
-            self.make_copy(number)
-
-    def make_copy(self, number: int) -> None:
-        """Makes the real optimizer that takes the place of a script's optimizer."""
-        optimizer = self.optimizers[number]
-        if self.random_numbers is None:
-            device = optimizer.param_groups[0]["params"][0].device
-            self.random_numbers = RandomNumbers(device)
-        with self.random_numbers.in_use():
-            try:
-                self.copies[number] = OptimizerCopy(self.real, optimizer)
-            except ValueError as error:
-                raise Refusal(f"{self.name_of(number)}: {first_line(error)}") from error
-        self.give_back(number)
+        if self.real is None:
+            return None
+        try:
+            copy = OptimizerCopy(self.real, optimizer)
+        except ValueError as error:
+            raise Refusal(f"{name}: {first_line(error)}") from error
+        copy.give_back(optimizer)
+        return copy
 
     @refuses
-    def before(self, number: int) -> None:
-        copy = self.copies[number]
+    def before(self, optimizer, copy: OptimizerCopy | None) -> None:
         if copy is not None:
-            copy.take_changes(self.optimizers[number])
+            copy.take_changes(optimizer)
 
     @refuses
-    def after(self, number: int) -> None:
-        self.round_weights(number)
-        copy = self.copies[number]
-        optimizer = self.optimizers[number]
-        # A GradScaler tells a fused optimizer in this way to skip the step.
-        if copy is None or getattr(optimizer, "found_inf", None):
-            return
-        with self.random_numbers.in_use():
+    def after(self, optimizer, copy: OptimizerCopy | None) -> None:
+        self.round_weights(optimizer)
+        # A GradScaler tells a fused optimizer by `found_inf` to skip the step.
+        if copy is not None and not getattr(optimizer, "found_inf", None):
             copy.step(optimizer)
-        self.give_back(number)
-
-    def give_back(self, number: int) -> None:
-        """Gives the script's parameters the numbers of the copies."""
-        self.copies[number].give_back(self.optimizers[number])
+            copy.give_back(optimizer)
 
     @refuses
-    def after_wrapper(self, number: int) -> None:
-        self.round_weights(number)
+    def after_wrapper(self, optimizer) -> None:
+        self.round_weights(optimizer)
 
     @torch.no_grad()
-    def round_weights(self, number: int) -> None:
+    def round_weights(self, optimizer) -> None:
         if "weights" not in self.places:
             return
-        for p in parameters_of(self.optimizers[number]):
+        for p in parameters_of(optimizer):
             row = p.detach().reshape(1, -1)
             rounded = self.places.weights(row.float(), [row.numel()], self.noise(row))
             p.copy_(rounded.view_as(p))
@@ -153,7 +134,7 @@ class Keep(Hooks):
         """Rounds a sum of gradients, after a gradient was added to it."""
         if p.grad is not None:  # another hook of the script may have taken its step already
             self.round_sum(p)
-            self.sums_kept = True
+            self.kept.add("grad")
 
     @torch.no_grad()
     def round_sum(self, p: torch.Tensor) -> None:
@@ -166,8 +147,6 @@ class Keep(Hooks):
 
     def noise(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
         """Noise for the places that are rounded stochastically."""
-        if not self.places.noisy:
-            return NO_NOISE
         shape = (len(self.places.noisy), *row.shape)
         return dict(zip(self.places.noisy, self.drawn(shape, row.device), strict=True))
 
@@ -221,7 +200,7 @@ class Keep(Hooks):
             )
         if found_inf is not None and found_inf.item():
             return
-        self.moments_kept = True
+        self.kept |= {"m", "v", "root"}
         tensors = zip(params, grads, exp_avgs, exp_avg_sqs, state_steps, strict=True)
         for p, g, m, v, step in tensors:
             step += 1
@@ -247,17 +226,20 @@ class Keep(Hooks):
 
     def complaint(self) -> str:
         """Says which place could not be kept in few bits; an empty string if all were kept."""
-        moments = [name for name in ("m", "v", "root") if name in self.places]
-        if not self.optimizers:
+        if not self.names:
             return f"{NO_STEP}: nothing was changed"
-        if self.operands and not self.operands.seen:
-            place = next(name for name in OPERANDS if name in self.places)
-            return f"{place} was not kept: the script has no matmul that can be rounded"
-        if moments and not self.moments_kept:
-            names = ", ".join(self.name_of(i) for i in range(len(self.optimizers)))
-            return f"{moments[0]} was not kept: only Adam and AdamW have it, and there is {names}"
-        if "grad" in self.places and not self.sums_kept:
-            return "grad was not kept: no gradient was added after the first step"
+        if self.operands and self.operands.seen:
+            self.kept |= {*OPERANDS}
+        no_moments = f"only Adam and AdamW have it, and there is {', '.join(self.names)}"
+        no_matmul = "the script has no matmul that can be rounded"
+        reasons = {
+            **dict.fromkeys(OPERANDS, no_matmul),
+            **dict.fromkeys(STATE, no_moments),
+            "grad": "no gradient was added after the first step",
+        }
+        for place, reason in reasons.items():
+            if place in self.places and place not in self.kept:
+                return f"{place} was not kept: {reason}"
         return ""
 
 

@@ -16,10 +16,9 @@ updates of a window are replayed at the window's end, for all formats at once.
 """
 
 import collections
-import gc
+import math
 import weakref
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,33 +27,13 @@ from torch import nn
 from ..bits import adam
 from ..bits.notation import STATE, split_entry
 from ..bits.places import SLACK, PlaceFormat
-from .findings import Finding, judge, with_cures
-from .ruler import Ruler, Sample, WindowSums, add_up
-from .watcher import GroupSettings, Update, Watcher, alive, largest_of
+from . import first_line
+from .findings import Finding, judge_all, with_cures
+from .ruler import Ruler, Sample, WindowSums, is_stochastic
+from .watcher import GroupSettings, Shadow, Update, Watcher, alive, largest_of, modules_alive
 
 LENGTH = 32  # updates in a window
-WEIGHTS, M, V, ROOT = range(4)  # indices into STATE
-MOVES = 3  # how many moves must be explained until a module is known for an average
-COPY = 0.999  # a larger share is a copy of the weights
 AVERAGES = ("bf16", "bf16:stochastic", "fp16:unscaled", "e4m3", "e4m3:stochastic")
-
-# The bits of a float32: a sign, 8 of exponent, 23 of mantissa.
-MAGNITUDE_BITS = 0x7FFFFFFF
-EXPONENT_BITS = 0x7F800000
-ONE_DOUBLING = 1 << 23
-EXPONENT_BIAS = 127
-
-
-class MomentBounds(NamedTuple):
-    """Bounds on how one of Adam's moments is rounded, in view of the other (`Places.moments`).
-
-    `least`  [C, T, P]: a magnitude below `least` is not rounded down; NaN where there is no bound
-    `most`   [C, T, P]: a magnitude is not rounded up beyond `most`; infinite where there is no
-             bound
-    """
-
-    least: np.ndarray
-    most: np.ndarray
 
 
 class FormatRows:
@@ -69,7 +48,14 @@ class FormatRows:
     normal numbers begin. Raises ValueError for a format in blocks.
     """
 
+    # A float32 has a sign, 8 bits of exponent, whose bias is 127, and 23 of mantissa.
+    ONE_DOUBLING = 1 << 23
+
     def __init__(self, forms: list[PlaceFormat], seed: int):
+        def column(values: list, dtype=np.float32) -> np.ndarray:
+            """A value for each of C rows, [C, 1, 1]."""
+            return np.array(values, dtype).reshape(-1, 1, 1)
+
         for form in forms:
             if form.block:
                 word = "mx" if form.mx else "block"
@@ -83,26 +69,32 @@ class FormatRows:
         self.limit = column([np.inf if form.scaled else form.format.largest for form in forms])
         # The following are bits of float32.
         self.largest = column([form.format.largest for form in forms]).view(np.int32)
-        self.scale_mask = column([-ONE_DOUBLING * form.scaled for form in forms], np.int32)
-        smallest_normal = [
-            (form.format.normal + EXPONENT_BIAS + form.scaled) * ONE_DOUBLING for form in forms
-        ]
-        self.smallest_normal = column(smallest_normal, np.int32)
+        self.scale_mask = column([-self.ONE_DOUBLING * form.scaled for form in forms], np.int32)
+        smallest_normal = [form.format.normal + 127 + form.scaled for form in forms]
+        self.smallest_normal = self.ONE_DOUBLING * column(smallest_normal, np.int32)
+
+    @classmethod
+    def of(cls, texts: list[str], seed: int) -> "FormatRows":
+        """Rows of texts such as "weights=bf16"."""
+        return cls([PlaceFormat.of(split_entry(text)[1]) for text in texts], seed)
 
     def round(
         self,
         x: np.ndarray,
         largest: np.ndarray,
-        out: np.ndarray | None = None,
-        bounds: MomentBounds | None = None,
+        least: np.ndarray | None = None,
+        most: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Rounds the rows `x`, float32 [C, T, P], into `out` or a new array.
+        """The rows `x`, float32 [C, T, P], each rounded to its format.
 
         `largest` [C, T, 1] is the largest magnitude of each whole tensor, of which `x` has a
-        sample. It decides the scale.
+        sample. It decides the scale. `least` and `most` [C, T, P] are bounds on how one of Adam's
+        moments is rounded, in view of the other (`Places.moments`): a magnitude below `least` is
+        not rounded down, and none is rounded up beyond `most`. Where there is no bound, `least` is
+        NaN and `most` infinite.
         """
         step = self.steps(x, largest)
-        out = np.divide(x, step, out=out)
+        out = x / step
         to_nearest = out[: self.nearest]
         np.rint(to_nearest, out=to_nearest)
         stochastic = out[self.nearest :]
@@ -111,60 +103,44 @@ class FormatRows:
             stochastic -= down
             up = self.random.random(down.shape, np.float32) < stochastic
             np.add(down, up, out=stochastic)
-        if bounds is not None:
-            hold_to_bounds(x, out, step, bounds)
+        if least is not None:
+            self.hold_to_bounds(x, out, step, least, most)
         out *= step
         np.minimum(out, self.limit, out=out)
         return np.maximum(out, -self.limit, out=out)
 
+    def hold_to_bounds(self, x, out, step, least, most) -> None:
+        """Changes `out` where bounds ask for it. `out` has numbers `x`, rounded in units of `step`.
+
+        A number that is below `least`, or has become 0, is rounded up. A number beyond `most` is
+        rounded towards 0. All arrays are [C, T, P].
+        """
+        magnitude = np.abs(x)
+        kept = np.abs(out) * step
+        became_zero = (out == 0) & (x != 0) & ~np.isnan(least)
+        too_small = (kept < magnitude) & ((magnitude < least) | became_zero)
+        too_large = kept > np.maximum(magnitude, most)
+        if too_small.any():
+            out[too_small] = np.ceil(x[too_small] / step[too_small])
+        if too_large.any():
+            out[too_large] = np.trunc(x[too_large] / step[too_large])
+
     def steps(self, x: np.ndarray, largest: np.ndarray) -> np.ndarray:
         """The distance of the format's numbers around each number of `x`, float32 [C, T, P]."""
-        bits = x.view(np.int32) & MAGNITUDE_BITS
+        bits = x.view(np.int32) & 0x7FFFFFFF  # without the sign
         top = np.maximum(bits.max(-1, keepdims=True), largest.view(np.int32))
         # The scale is the smallest power of two that brings `top` to at most the largest number. It
         # multiplies the smallest normal number, which in bits is an addition.
         scale = top - self.largest - 1 & self.scale_mask
-        smallest_normal = np.maximum(scale + self.smallest_normal, ONE_DOUBLING)
-        bits &= EXPONENT_BITS  # the power of two below x
+        smallest_normal = np.maximum(scale + self.smallest_normal, self.ONE_DOUBLING)
+        bits &= 0x7F800000  # the exponent: the power of two below x
         np.maximum(bits, smallest_normal, out=bits)
         step = bits.view(np.float32)
         step *= self.spacing
         return step
 
 
-def column(values: list, dtype=np.float32) -> np.ndarray:
-    """A value for each of C rows, [C, 1, 1]."""
-    return np.array(values, dtype).reshape(-1, 1, 1)
-
-
-def hold_to_bounds(x: np.ndarray, out: np.ndarray, step: np.ndarray, bounds: MomentBounds) -> None:
-    """Changes `out` where bounds ask for it. `out` has numbers `x`, rounded in units of `step`.
-
-    A number that is below `least`, or has become 0, is rounded up. A number beyond `most` is
-    rounded towards 0. All arrays are [C, T, P].
-    """
-    magnitude = np.abs(x)
-    kept = np.abs(out) * step
-    bounded = ~np.isnan(bounds.least)
-    became_zero = (out == 0) & (x != 0) & bounded
-    too_small = (kept < magnitude) & ((magnitude < bounds.least) | became_zero)
-    too_large = kept > np.maximum(magnitude, bounds.most)
-    if too_small.any():
-        out[too_small] = np.ceil(x[too_small] / step[too_small])
-    if too_large.any():
-        out[too_large] = np.trunc(x[too_large] / step[too_large])
-
-
-class Replayed(NamedTuple):
-    """An update of the window that has been replayed."""
-
-    moved: np.ndarray  # [T, P], how far float32's weights moved
-    live: np.ndarray  # bool [T, 1], whether a tensor has a gradient
-    count: float  # Adam's count of steps, with this one
-    settings: list[GroupSettings]
-
-
-class RowShadow:
+class RowShadow(Shadow):
     """An optimizer whose weights or moments are in few bits: a row of numbers for each format.
 
     `watcher`  the optimizer; if it is not Adam, only rows of weights are followed
@@ -172,10 +148,10 @@ class RowShadow:
     `length`   updates in a window
     `seed`     seed of stochastic rounding
 
-    `kept`, float32 [length + 1, C, T, P], has a row for each of C formats. A row has P weights,
-    moments or roots of each of T tensors, as they are kept at the beginning of a window and after
-    each update in it. The first two rows are float32's m and v, which are not measured. `kind` [C]
-    says which place a row keeps, by its index in STATE.
+    `kept`, float32 [C, T, P], has a row for each of C formats. A row has P weights, moments or
+    roots of each of T tensors, as they are kept after the last update that was replayed. The first
+    two rows are float32's m and v, which are not measured. `kind` [C] says which place a row keeps,
+    by its index in STATE.
 
     Raises ValueError for a format in blocks.
     """
@@ -183,20 +159,18 @@ class RowShadow:
     def __init__(self, watcher: Watcher, texts: list[str], length: int, seed: int):
         self.watcher = watcher
         self.length = length
-        entries = [(*split_entry(text), text) for text in texts]
-        entries = [entry for entry in entries if watcher.is_adam or entry[0] == "weights"]
-        forms = {text: PlaceFormat.of(form) for _, form, text in entries}
-        entries.sort(key=lambda entry: (forms[entry[2]].stochastic, STATE.index(entry[0])))
-        texts = [text for *_, text in entries]
-        places = ["m", "v", *(place for place, *_ in entries)]
-        forms = [PlaceFormat.of("fp32")] * 2 + [forms[text] for text in texts]
-        self.kind = np.array([STATE.index(place) for place in places])
-        self.keeps_weights = (self.kind == WEIGHTS).reshape(-1, 1, 1)
-        self.rows_of_kind = [np.flatnonzero(self.kind == kind) for kind in range(len(STATE))]
-        self.bounded = np.array([not form.independent for form in forms])
+        kinds = {text: STATE.index(split_entry(text)[0]) for text in texts}
+        texts = [text for text in texts if watcher.is_adam or not kinds[text]]
+        texts.sort(key=lambda text: (is_stochastic(text), kinds[text]))
+        rows = ["m=fp32", "v=fp32", *texts]
+        forms = [PlaceFormat.of(split_entry(text)[1]) for text in rows]
         self.rows = FormatRows(forms, seed)
-        is_stochastic = np.array([[form.stochastic] for form in forms])
-        self.is_stochastic_weight = self.keeps_weights[:, 0] & is_stochastic  # [C, 1]
+        self.kind = np.array([STATE.index(split_entry(text)[0]) for text in rows])
+        self.rows_of_kind = [np.flatnonzero(self.kind == kind) for kind in range(len(STATE))]
+        self.keeps_weights = (self.kind == 0).reshape(-1, 1, 1)
+        is_bounded = np.array([not form.independent for form in forms])
+        self.bounded_of_kind = [rows[is_bounded[rows]] for rows in self.rows_of_kind]
+        self.is_stochastic_weight = self.keeps_weights[:, 0] & [[x.stochastic] for x in forms]
         self.ruler = Ruler(watcher.sample, texts, watcher.tensor_names)
         self.kept: np.ndarray | None = None
 
@@ -205,224 +179,176 @@ class RowShadow:
         if self.kept is not None:
             return
         watcher = self.watcher
-        sample = watcher.sample
-        weights = sample.take(watcher.parameters)
-        m = sample.take(watcher.state("exp_avg"))
-        v = sample.take(watcher.state("exp_avg_sq"))
+        tensors = watcher.parameters, watcher.state("exp_avg"), watcher.state("exp_avg_sq")
+        weights, m, v = (watcher.sample.take(x) for x in tensors)
         self.steps = float(watcher.count_steps().nan_to_num())
-        self.kept = np.empty((self.length + 1, len(self.kind), *m.shape), np.float32)
-        # Rows without a bound stay as they are here
-        shape = self.kept.shape[1:]
-        least = np.full(shape, np.nan, np.float32)
-        most = np.full(shape, np.inf, np.float32)
-        self.bounds = MomentBounds(least, most)
         # float32's weights and moments after the last update that was replayed, [K T, P]
         self.last = np.concatenate((weights, m, v) if watcher.is_adam else (weights,))
-        self.begin_window(np.stack((weights, m, v, np.sqrt(v)))[self.kind])
-        self.rows.round(self.kept[0], self.largest, out=self.kept[0])
+        self.kept = np.stack((weights, m, v, np.sqrt(v)))[self.kind]
+        self.begin_window()
+        self.kept = self.rows.round(self.kept, self.largest)
+        self.start = self.kept
+        # Rows without a bound stay as they are here
+        self.least = np.full_like(self.kept, np.nan)
+        self.most = np.full_like(self.kept, np.inf)
 
-    def begin_window(self, rows: np.ndarray) -> None:
-        """Begins a window, in which `rows` go on."""
+    def begin_window(self) -> None:
         watcher = self.watcher
         tensors = watcher.parameters, watcher.state("exp_avg"), watcher.state("exp_avg_sq")
         weights, m, v = torch.stack([largest_of(x) for x in tensors]).cpu().numpy()
         self.largest = np.stack((weights, m, v, np.sqrt(v)))[self.kind]
-        self.kept[0] = rows
-        self.displaced = np.zeros_like(self.kept[0])
-        self.window: list[Replayed] = []
+        self.start = self.kept
+        self.displaced = np.zeros_like(self.kept)
+        self.moved = np.zeros_like(self.kept)  # by Adam's steps with each row's moments
+        self.true = np.zeros_like(self.kept[0])  # how far float32's weights moved
+        self.count = 0  # updates that have been replayed
         self.recorded: list[Update] = []  # updates since the last replay
 
     def after(self, update: Update) -> None:
         """Records an update, and ends the window when it is full."""
         self.recorded.append(update)
-        if len(self.window) + len(self.recorded) == self.length:
+        if self.count + len(self.recorded) == self.length:
             self.replay()
-        if len(self.window) == self.length:
+        if self.count == self.length:
             self.end_window()
             if self.watcher.parameters:  # a script that has dropped them steps no more
-                self.begin_window(self.kept[-1])
+                self.begin_window()
 
     def replay(self) -> None:
         """Applies the updates that were recorded since the last replay to every row."""
-        updates, self.recorded = self.recorded, []
-        before = torch.stack([update.before for update in updates]).cpu().numpy()
-        after = torch.stack([update.after for update in updates]).cpu().numpy()
-        steps = torch.stack([update.steps for update in updates]).cpu().numpy()
-        tensors = len(self.watcher.references)
-        weight = before[:, :tensors]
-        g = after[:, tensors : 2 * tensors]
-        after = np.delete(after, slice(tensors, 2 * tensors), axis=1)  # as `before`
+        *tensors, live, settings = zip(*self.recorded, strict=True)
+        self.recorded = []
+        before, after, steps = (torch.stack(x).cpu().numpy() for x in tensors)
+        live = np.array(live)[..., None]
+        settings = self.watcher.by_tensor(settings)
+        count = len(self.watcher.references)
+        weight = before[:, :count]
+        g = after[:, count : 2 * count]
+        after = np.delete(after, slice(count, 2 * count), axis=1)  # as `before`
         last = np.concatenate((self.last[None], after[:-1]))
         self.last = after[-1]
-        finite = np.isfinite(g).all((1, 2))
-        settings = self.watcher.by_tensor([update.settings for update in updates])
-        beta1, beta2 = settings.beta1, settings.beta2
-        live = np.array([update.live for update in updates])[..., None]
-        moved = after[:, :tensors] - weight
         # How far other code has moved the weights since the update before
-        between = weight - last[:, :tensors]
+        between = weight - last[:, :count]
+        changed = before[:, count:] != last[:, count:]
+        finite = np.isfinite(g).all((1, 2))
+        moved = after[:, :count] - weight
         g = adam.with_coupled_decay(settings.sign * g, weight, settings.decay_of_gradient)
         for i in np.flatnonzero(finite):
             if between[i].any():
                 self.displace(between[i])
-            old = self.kept[len(self.window)]
-            if (changed := before[i, tensors:] != last[i, tensors:]).any():
-                old = self.with_moments(old, before[i, tensors:], changed)
+            if changed[i].any():
+                self.take_moments(before[i, count:], changed[i])
             if self.watcher.is_adam and not np.isnan(steps[i]):
                 self.steps = float(steps[i])
-            new = self.kept[len(self.window) + 1]
-            rows = self.updated(old, moved[i], g[i], beta1[i], beta2[i])
-            self.rows.round(rows, self.largest, new, self.moment_bounds(rows, beta1[i], beta2[i]))
-            if not live[i].all():  # an optimizer leaves tensors without gradient alone
-                np.copyto(new, old, where=~live[i])
-            self.steps += 1
-            self.window.append(Replayed(moved[i], live[i], self.steps, updates[i].settings))
+            self.take_step(moved[i], g[i], live[i], GroupSettings(*(x[i] for x in settings)))
 
-    def updated(self, rows: np.ndarray, moved: np.ndarray, g: np.ndarray, beta1, beta2):
-        """The rows [C, T, P] after an update, not rounded yet.
+    def take_step(
+        self, moved: np.ndarray, g: np.ndarray, live: np.ndarray, settings: GroupSettings
+    ) -> None:
+        """Follows the rows through an update.
 
-        `moved` is how far the update moves float32's weights, and `g` its gradient, both [T, P].
+        `moved` is how far the update moves float32's weights, and `g` its gradient, both [T, P];
+        `live` [T, 1] says whether a tensor has a gradient. Settings are arrays [T, 1].
         """
         of_weights, of_m, of_v, of_root = self.rows_of_kind
-        after = np.empty_like(rows)
-        after[of_weights] = rows[of_weights] + moved
-        after[of_m] = adam.first_moment(rows[of_m], g, beta1)
-        after[of_v] = adam.second_moment(rows[of_v], g, beta2)
-        after[of_root] = np.sqrt(adam.second_moment(np.square(rows[of_root]), g, beta2))
-        return after
+        old = self.kept
+        new = np.empty_like(old)
+        new[of_weights] = old[of_weights] + moved
+        new[of_m] = adam.first_moment(old[of_m], g, settings.beta1)
+        new[of_v] = adam.second_moment(old[of_v], g, settings.beta2)
+        square = np.square(old[of_root])
+        new[of_root] = np.sqrt(adam.second_moment(square, g, settings.beta2))
+        self.steps += 1
+        count = np.full((1, 1), self.steps, np.float32)
+        corrections = adam.bias_corrections(count, settings.beta1, settings.beta2)
+        self.set_bounds(np.abs(new[0]), np.sqrt(new[1]), adam.full_step_quotient(*corrections))
+        self.kept = self.rows.round(new, self.largest, self.least, self.most)
+        if not live.all():  # an optimizer leaves tensors without gradient alone
+            np.copyto(self.kept, old, where=~live)
+
+        def step(m: np.ndarray, root: np.ndarray) -> np.ndarray:
+            learning_rate = live * settings.learning_rate
+            return adam.step(m, root, learning_rate, *corrections, settings.eps)
+
+        m, v = self.kept[:2]
+        self.moved[of_m] += step(self.kept[of_m], np.sqrt(v))
+        self.moved[of_v] += step(m, np.sqrt(self.kept[of_v]))
+        self.moved[of_root] += step(m, self.kept[of_root])
+        self.true += moved
+        self.count += 1
+
+    def set_bounds(self, m: np.ndarray, root: np.ndarray, quotient: np.ndarray) -> None:
+        """Bounds the rounding of moments, as Places.moments does, in view of float32's magnitude
+        of m and its root of v, and of their quotient in a full step."""
+        limit = SLACK * quotient
+        _, of_m, of_v, of_root = self.bounded_of_kind
+        self.most[of_m] = limit * root
+        self.least[of_v] = (m / limit) ** 2
+        self.least[of_root] = m / limit
 
     def displace(self, by: np.ndarray) -> None:
         """Moves the rows of weights as other code has moved float32's weights between two updates.
 
         That does not count as a movement of the window, because it is no step of the optimizer.
         """
-        now = self.kept[len(self.window)]
-        moved = np.where(self.keeps_weights, self.rows.round(now + by, self.largest), now)
-        if self.window:
-            self.displaced += moved - now
-        now[:] = moved
+        rounded = self.rows.round(self.kept + by, self.largest)
+        kept = np.where(self.keeps_weights, rounded, self.kept)
+        if self.count:
+            self.displaced += kept - self.kept
+        else:
+            self.start = kept
+        self.kept = kept
 
-    def with_moments(self, rows: np.ndarray, moments: np.ndarray, changed: np.ndarray):
-        """The rows [C, T, P], with those of moments as other code has left them.
+    def take_moments(self, moments: np.ndarray, changed: np.ndarray) -> None:
+        """Takes over moments that other code has changed: has loaded, zeroed or dropped.
 
-        `moments` [2 T, P] are float32's m and v, and `changed` says where other code has changed
-        them: has loaded, zeroed or dropped them. In few bits it would have rounded the same
-        numbers.
+        `moments` [2 T, P] are float32's m and v, and `changed` says which numbers were changed. In
+        few bits the other code would have rounded the same numbers.
         """
         m, v = np.split(moments, 2)
         changed_m, changed_v = np.split(changed, 2)
         exact = np.stack((m, m, v, np.sqrt(v)))[self.kind]
         is_changed = np.stack((np.zeros_like(changed_m), changed_m, changed_v, changed_v))
         rounded = self.rows.round(exact, self.largest)
-        return np.where(is_changed[self.kind], rounded, rows)
-
-    def moment_bounds(self, rows: np.ndarray, beta1, beta2) -> MomentBounds:
-        """Bounds for rounding moments in view of float32's moments.
-
-        These are the first two of the rows [C, T, P].
-        """
-        corrections = adam.bias_corrections(self.steps + 1, beta1, beta2)
-        limit = SLACK * adam.full_step_quotient(*corrections)  # as in Places.moments
-        m = np.abs(rows[0])
-        root = np.sqrt(rows[1])
-        self.bounds.least[self.bounded & (self.kind == V)] = (m / limit) ** 2
-        self.bounds.least[self.bounded & (self.kind == ROOT)] = m / limit
-        self.bounds.most[self.bounded & (self.kind == M)] = limit * root
-        return self.bounds
+        self.kept = np.where(is_changed[self.kind], rounded, self.kept)
 
     def end_window(self) -> None:
         """Ends a window, and measures it."""
-        moved = self.moved()
-        update = sum(replayed.moved for replayed in self.window)
-        m, v = self.kept[-1, :2]
-        true = np.where(self.keeps_weights, update, moved[1])
-        kept = np.where(self.keeps_weights, moved, self.kept[-1])
-        exact = np.stack((update, m, v, v))[self.kind]
+        m, v = self.kept[:2]
+        moved = np.where(self.keeps_weights, self.kept - self.start - self.displaced, self.moved)
+        true = np.where(self.keeps_weights, self.true, self.moved[1])
+        kept = np.where(self.keeps_weights, moved, self.kept)
+        exact = np.stack((self.true, m, v, v))[self.kind]
         lost = (kept == 0) & (exact != 0)
         # Weights that are rounded stochastically have at least this noise on average, although
         # few numbers may show it: a step d of numbers that lie s apart is s with probability d / s.
-        spacing = self.rows.steps(self.kept[-1], self.largest)
+        spacing = self.rows.steps(self.kept, self.largest)
         expected = spacing * np.abs(true) * self.watcher.sample.emphasis
         expected = expected.mean(2, dtype=np.float64) * self.is_stochastic_weight
         self.ruler.add(moved[2:], true[2:], lost[2:], expected[2:])
 
-    def moved(self) -> np.ndarray:
-        """How far the weights have moved in the window with each row, float32 [C, T, P].
-
-        With a row of moments, these are Adam's steps with the rounded moments, without their sign.
-        """
-        live = np.array([replayed.live for replayed in self.window])
-        settings = self.watcher.by_tensor([replayed.settings for replayed in self.window])
-        steps = np.array([replayed.count for replayed in self.window], np.float32)
-        steps = steps.reshape(-1, 1, 1)
-        learning_rate = live * settings.learning_rate
-        corrections = adam.bias_corrections(steps, settings.beta1, settings.beta2)
-        kept = self.kept[1 : len(live) + 1]
-        exact_m = kept[:, 0]
-        exact_root = np.sqrt(kept[:, 1])
-        moved = kept[-1] - self.kept[0] - self.displaced
-        for row in np.flatnonzero(self.kind != WEIGHTS):
-            kind = self.kind[row]
-            m = kept[:, row] if kind == M else exact_m
-            root = exact_root
-            if kind in (V, ROOT):
-                root = np.sqrt(kept[:, row]) if kind == V else kept[:, row]
-            moved[row] = adam.step(m, root, learning_rate, *corrections, settings.eps).sum(0)
-        return moved
-
     def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
-        return [
-            judge(self.watcher.name, text, reading, tolerates, self.loses(split_entry(text)[0]))
-            for text, reading in self.ruler.readings().items()
-        ]
-
-    def loses(self, place: str) -> str:
-        """How a share of the numbers of a place is lost, in words."""
-        if place == "weights":
-            return f"{{share}} of the numbers stay the same over {self.length} updates"
-        numbers = "roots of v" if place == "root" else place
-        consequence = "" if place == "m" else ", and Adam then divides by eps alone"
-        return f"{{share}} of the {numbers} are kept as 0{consequence}"
+        return judge_all(self.watcher.name, self.ruler, tolerates, self.length)
 
 
-class Moves(NamedTuple):
-    """How well moves of N samples are explained by a share of the way to others, [N] each.
-
-    `share`     the share that explains most of a move, by least squares
-    `length`    norm of the move
-    `residual`  norm of what the share does not explain
-    `rounding`  norm of what rounding may do
-    """
-
-    share: np.ndarray
-    length: np.ndarray
-    residual: np.ndarray
-    rounding: np.ndarray
-
-    @classmethod
-    def of(cls, old: np.ndarray, new: np.ndarray, source: np.ndarray) -> "Moves":
-        """The moves from `old` to `new`, towards `source`: [N, P] each."""
-        old, new, source = (np.asarray(x, np.float64) for x in (old, new, source))
-        move = new - old
-        way = source - old
-        distance = np.maximum(np.linalg.norm(way, axis=-1), 1e-150)
-        share = (move * way).sum(-1) / distance**2
-        residual = np.linalg.norm(move - share[..., None] * way, axis=-1)
-        # The plain ways to write the update differ by a fifth of this: they round up to three times
-        rounding = 2.0**-23 * np.linalg.norm(np.abs(old) + np.abs(source), axis=-1)
-        return cls(share, np.linalg.norm(move, axis=-1), residual, rounding)
-
-    @property
-    def is_explained(self) -> np.ndarray:
-        return self.residual <= self.rounding
-
-    @property
-    def is_clear(self) -> np.ndarray:
-        """Whether a move is long enough to tell an average from something else."""
-        return self.length > 8 * self.rounding
+def share_of_way(old: np.ndarray, new: np.ndarray, source: np.ndarray) -> float | None:
+    """The share of the way from `old` to `source` that explains a move from `old` to `new`, by
+    least squares. NaN if it does not explain the move, and None if the move is too short to tell
+    an average from something else."""
+    old, new, source = (x.astype(np.float64).ravel() for x in (old, new, source))
+    move = new - old
+    way = source - old
+    distance = np.maximum(np.linalg.norm(way, axis=-1), 1e-150)
+    share = (move * way).sum() / distance**2
+    residual = np.linalg.norm(move - share * way, axis=-1)
+    # The plain ways to write the update differ by a fifth of this: they round up to three times
+    rounding = 2.0**-23 * np.linalg.norm(np.abs(old) + np.abs(source), axis=-1)
+    if not np.linalg.norm(move, axis=-1) > 8 * rounding:  # nor is a NaN a move
+        return None
+    return float(share) if residual <= rounding else math.nan
 
 
-class AverageShadow:
+class AverageShadow(Shadow):
     """A running average x <- (1 - rate) x + rate new, as if it had been in few bits from the
     beginning. Target networks and exponential moving averages are such.
 
@@ -460,11 +386,10 @@ class AverageShadow:
         self.sources = [weakref.ref(p) for p in sources]
         self.rate = rate
         self.length = length
+        self.device = tensors[0].device
         self.sample = Sample(tensors, size, 0)
-        forms = {text: PlaceFormat.of(split_entry(text)[1]) for text in texts}
-        texts = sorted(texts, key=lambda text: forms[text].stochastic)
-        self.rows = FormatRows([forms[text] for text in texts], 0)
-        self.stochastic_rows = FormatRows([forms[t] for t in texts if forms[t].stochastic], 0)
+        texts = sorted(texts, key=is_stochastic)
+        self.rows = FormatRows.of(texts, 0)
         self.ruler = Ruler(self.sample, texts, tensor_names, steps=length, parts=4)
         self.x: np.ndarray | None = None  # float32's average, when it was read last
         self.rates: list[float] = []  # of each clear move towards the sources
@@ -473,9 +398,9 @@ class AverageShadow:
 
     @property
     def is_average(self) -> bool:
-        """Whether enough moves are explained by a share of the way to the sources. A copy of them
-        is no average."""
-        return len(self.rates) >= MOVES and self.rates[-1] < COPY
+        """Whether three moves are explained by a share of the way to the sources. A share above
+        0.999 is a copy of them, which is no average."""
+        return len(self.rates) >= 3 and self.rates[-1] < 0.999
 
     @torch.no_grad()
     def before(self) -> None:
@@ -484,73 +409,68 @@ class AverageShadow:
         sources = alive(self.sources)
         if not tensors or len(sources) < len(self.sources):
             return  # the script has dropped them
+        if sources and not all(is_plain(x, self.device) for x in [*tensors, *sources]):
+            return  # the script has moved them, or freed their memory
         rate = self.rate() if callable(self.rate) else self.rate
         source = self.sample.read(sources) if sources else None
         self.recorded.append((self.sample.read(tensors), source, rate))
         if len(self.recorded) == self.length:
             self.replay()
 
-    def after(self, update: Update) -> None:
-        pass
-
     def replay(self) -> None:
         """Follows the average through what was recorded."""
         for x, source, rate in self.recorded:
             x = x.cpu().numpy()
+            share = None
             if self.x is not None and source is not None:
-                flat = (part.reshape(1, -1) for part in (self.x, x, source.cpu().numpy()))
-                moves = Moves.of(*flat)
-                if moves.is_clear and moves.is_explained:
-                    self.rates.append(min(float(moves.share[0]), 1.0))
-                elif moves.is_clear:
-                    self.is_refuted = self.is_refuted or not self.is_average
-                    self.x = None  # other code has changed it: begin again from there
-                rate = self.rates[-1] if self.rates else rate
-            self.follow(x, rate)
+                share = share_of_way(self.x, x, source.cpu().numpy())
+            if share is not None and math.isnan(share):
+                self.is_refuted = self.is_refuted or not self.is_average
+                self.x = None  # other code has changed it: begin again from there
+            elif share is not None:
+                self.rates.append(min(share, 1.0))
+            self.follow(x, self.rates[-1] if self.rates else rate)
         self.recorded = []
 
     def follow(self, x: np.ndarray, rate: float) -> None:
         """Follows the average to its sample `x`, [T, P], which it has reached with `rate`."""
         before, self.x = self.x, x
         if before is None:
-            self.begin_window(np.repeat(x[None], len(self.ruler.texts), 0))
+            self.kept = np.repeat(x[None], len(self.ruler.texts), 0)
+            self.begin_window()
             self.kept = self.rows.round(self.kept, self.largest)
             self.start = self.kept
             return
         if np.array_equal(x, before):
             return
-        pull = x - (1 - rate) * before - rate * self.kept
-        kept = self.rows.round(self.kept + pull, self.largest)
+        old = self.kept
+        pull = x - (1 - rate) * before - rate * old
+        self.kept = self.rows.round(old + pull, self.largest)
         self.true += pull
-        stochastic = slice(self.rows.nearest, None)
-        old, new, pull = (part[stochastic] for part in (self.kept, kept, pull))
-        step = WindowSums.of(new - old, pull, new == old, self.sample.emphasis)
         # The noise that stochastic rounding has on average, although few numbers may show it
-        spacing = self.stochastic_rows.steps(old + pull, self.largest)
-        expected = (spacing * np.abs(pull) * self.sample.emphasis).mean(2, dtype=np.float64)
-        self.steps.append(step._replace(apart=np.maximum(step.apart, expected)))
-        self.kept = kept
+        spacing = self.rows.steps(old + pull, self.largest)
+        emphasis = self.sample.emphasis
+        expected = (spacing * np.abs(pull) * emphasis).mean(2, dtype=np.float64)
+        step = WindowSums.of(self.kept - old, pull, self.kept == old, emphasis, expected)
+        self.steps.append(step.at(slice(self.rows.nearest, None)))
         if len(self.steps) == self.length:
             self.end_window()
 
-    def begin_window(self, kept: np.ndarray) -> None:
-        """Begins a window, with the averages `kept` as they are now."""
-        self.kept = kept
-        self.start = kept
-        self.true = np.zeros_like(kept)
-        self.steps: list[WindowSums] = []
+    def begin_window(self) -> None:
+        """Begins a window, with the averages as they are now."""
+        self.start = self.kept
+        self.true = np.zeros_like(self.kept)
+        self.steps: list[WindowSums] = []  # of each step, those of stochastic rows
         if tensors := alive(self.references):
             self.largest = largest_of(tensors).cpu().numpy()
 
     def end_window(self) -> None:
         moved = self.kept - self.start
+        steps = WindowSums(*map(np.array, zip(*self.steps, strict=True))).mean()
+        steps = steps._replace(apart=steps.expected)
         lost = (moved == 0) & (self.true != 0)
-        sums = WindowSums.of(moved, self.true, lost, self.sample.emphasis)
-        # Steps in place of windows for the stochastic rows
-        for part, of_steps in zip(sums[:3], add_up(self.steps), strict=False):
-            part[self.rows.nearest :] = of_steps
-        self.ruler.add_sums(sums, moved, self.true)
-        self.begin_window(self.kept)
+        self.ruler.add(moved, self.true, lost, steps=steps)
+        self.begin_window()
 
     def findings(self, tolerates: tuple[float, float], names: collections.Counter) -> list[Finding]:
         """The findings so far. `names` counts the averages of each name in a report."""
@@ -558,11 +478,7 @@ class AverageShadow:
         names[str(self)] += 1
         count = names[str(self)]
         self.title = str(self) if count == 1 else f"{self} [{count}]"
-        loses = f"{{share}} of the numbers stay the same over {self.length} updates"
-        readings = self.ruler.readings().items()
-        return with_cures(
-            [judge(self.title, text, reading, tolerates, loses) for text, reading in readings]
-        )
+        return with_cures(judge_all(self.title, self.ruler, tolerates, self.length))
 
     def __str__(self) -> str:
         if not self.rates:
@@ -571,7 +487,7 @@ class AverageShadow:
         return f"{self.name} (tau {first if first == last else f'{first} to {last}'})"
 
 
-class AverageSearch:
+class AverageSearch(Shadow):
     """Looks for modules that are running averages of a trained module, and follows them.
 
     At the steps 32, 256, 2048, ... of an optimizer, modules are listed that have the class and the
@@ -579,46 +495,56 @@ class AverageSearch:
     by one share of the way to the trained module, three times in a row, are averages. A copy of the
     weights is none. Averages that are no modules are named to `Doctor.follow`.
 
+    A script may have modules of any kind. Those that are not in float32 on the optimizer's device
+    are passed over, and a search that fails all the same ends, with `trouble` saying why.
+
     `watcher`  the optimizer
     `trained`  returns the identities of all parameters that optimizers train
     `length`   updates in a window
     """
-
-    FIRST = 32
-    APART = 8  # each search comes at so many times the steps of the one before
 
     def __init__(self, watcher: Watcher, trained: Callable[[], set[int]], length: int):
         self.watcher = watcher
         self.trained = trained
         self.length = length
         self.steps = 0
-        self.next = self.FIRST
+        self.next = 32  # the step of the next search
         self.candidates: list[AverageShadow] = []
         self.known: set[int] = set()  # identities of tensors that are candidates
+        self.trouble = ""
 
     @property
     def found(self) -> list[AverageShadow]:
         return [candidate for candidate in self.candidates if candidate.is_average]
 
     def before(self) -> None:
+        if self.trouble:
+            return
         self.steps += 1
-        if self.steps == self.next:
-            self.next *= self.APART
-            self.search()
-        for candidate in self.candidates:
-            candidate.before()
+        try:
+            if self.steps == self.next:
+                self.next *= 8
+                self.search()
+            for candidate in self.candidates:
+                candidate.before()
+        except Exception as error:
+            self.candidates = []
+            self.trouble = (
+                f"the search for running averages failed after {self.steps - 1} steps "
+                f"({type(error).__name__}: {first_line(error)})"
+            )
         self.candidates = [x for x in self.candidates if not x.is_refuted]
-
-    def after(self, update: Update) -> None:
-        pass
 
     def search(self) -> None:
         """Lists modules that may be averages of modules that are trained."""
         trained = self.trained()
         sources: dict[tuple, list[nn.Module]] = {}
         others = []
-        for module in (x for x in gc.get_objects() if issubclass(type(x), nn.Module)):
-            ids = {id(p) for p in module.parameters()}
+        for module in modules_alive():
+            parameters = [*module.parameters()]
+            ids = {id(p) for p in parameters}
+            if not all(is_plain(p, self.watcher.device) for p in parameters):
+                continue
             if ids & self.watcher.keys:
                 sources.setdefault(kind_of(module), []).append(module)
             elif ids and not ids & trained:
@@ -641,6 +567,22 @@ class AverageSearch:
             self.watcher.sample.numbers_per_tensor * len(self.watcher.references),
             source.parameters(),
         )
+
+
+def is_plain(x: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor has its numbers in float32 on a device.
+
+    Modules may have parameters on the device "meta", which have no numbers, in other types and
+    layouts, of classes that keep their numbers elsewhere, without a shape before their first call,
+    and those whose memory is freed while they are not needed.
+    """
+    return (
+        type(x) in (torch.Tensor, nn.Parameter)
+        and x.dtype == torch.float32
+        and x.device == device
+        and x.layout == torch.strided
+        and x.untyped_storage().nbytes() >= 4 * x.numel()
+    )
 
 
 def kind_of(module: nn.Module) -> tuple:

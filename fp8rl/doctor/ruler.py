@@ -21,11 +21,6 @@ from torch._utils import _flatten_dense_tensors as flattened  # one call for all
 
 from ..bits.notation import split_entry
 
-JOINED_UP_TO = 2**18  # up to so many numbers, all tensors are joined to one, which is read at once
-# How many numbers of a tensor are followed at least. If none of 64 moves, then with a confidence of
-# 95% fewer than one in 20 of the tensor's numbers move (0.95^64 = 0.04), and it is called frozen.
-LEAST_PER_TENSOR = 64
-FROZEN = 0.05  # a tensor with a rate below this stands still
 ERRORS = 2  # how many standard errors a rate may be off
 
 
@@ -47,13 +42,18 @@ class Sample:
                 that each different number counts alike. It is 1 where no number is repeated.
     """
 
+    # How many numbers of a tensor are followed at least. If none of 64 moves, then with a
+    # confidence of 95% fewer than one in 20 of the tensor's numbers move (0.95^64 = 0.04), and it
+    # is called frozen.
+    LEAST_PER_TENSOR = 64
+
     def __init__(self, tensors: Iterable[torch.Tensor], size: int, seed: int):
         tensors = list(tensors)
         device = tensors[0].device
         self.sizes = np.array([x.numel() for x in tensors])
         generator = torch.Generator(device="cpu").manual_seed(seed)
         wanted = math.ceil(size / len(tensors))
-        self.numbers_per_tensor = max(LEAST_PER_TENSOR, min(wanted, int(self.sizes.max())))
+        self.numbers_per_tensor = max(self.LEAST_PER_TENSOR, min(wanted, int(self.sizes.max())))
         # On the CPU, whatever device the script has set as default
         picks = torch.arange(self.numbers_per_tensor, device="cpu")
         self.index = []
@@ -66,7 +66,8 @@ class Sample:
         times_whole, left = np.divmod(self.numbers_per_tensor, counts)
         repeats = times_whole + (entry % counts < left)  # [T, P]
         self.emphasis = (self.numbers_per_tensor / (counts * repeats)).astype(np.float32)
-        self.is_joined = self.sizes.sum() <= JOINED_UP_TO
+        # So few numbers are joined to one tensor, which is read at once
+        self.is_joined = self.sizes.sum() <= 2**18
         self.index_joined: dict[int, torch.Tensor] = {}  # by how many lists are joined
 
     @torch.no_grad()
@@ -132,157 +133,67 @@ def tensor_names(tensors: list[torch.Tensor], modules: Iterable[nn.Module]) -> l
 
 
 class WindowSums(NamedTuple):
-    """Measurements of shadows over a window of updates, float64 [..., T], by tensor.
+    """Measurements over a window of updates, float64 [..., T], by tensor: [C, T] of C shadows, or
+    [N, T] of one shadow over N windows.
 
     d is how far a number moves in float32, and d' is how far it moves with the shadow. Means are
     over the sampled numbers of a tensor:
 
-    `true`   mean of d d
-    `along`  mean of d' d
-    `apart`  mean of (d' - d)^2
-    `lost`   share of the numbers that stay the same, or become 0
+    `true`      mean of d d
+    `along`     mean of d' d
+    `apart`     mean of (d' - d)^2
+    `lost`      share of the numbers that stay the same, or become 0
+    `expected`  `apart`, but at least what stochastic rounding has on average, although few numbers
+                may show it
     """
 
     true: np.ndarray
     along: np.ndarray
     apart: np.ndarray
     lost: np.ndarray
+    expected: np.ndarray
 
     @classmethod
     def of(
-        cls, moved: np.ndarray, true: np.ndarray, lost: np.ndarray, emphasis: np.ndarray
+        cls,
+        moved: np.ndarray,
+        true: np.ndarray,
+        lost: np.ndarray | bool,
+        emphasis: np.ndarray,
+        expected: np.ndarray | float = 0.0,
     ) -> "WindowSums":
         """The measurements from d' (`moved`, [C, T, P]), d (`true`, which broadcasts to this
-        shape), and whether a number is lost (bool [C, T, P]). `emphasis` is that of the sample."""
+        shape), and whether a number is lost (bool [C, T, P]). `emphasis` is that of the sample, and
+        `expected` [C, T] what stochastic rounding has on average."""
         true = np.broadcast_to(true, moved.shape)
         parts = true * true, moved * true, (moved - true) ** 2, lost
-        return cls(*((part * emphasis).mean(2, dtype=np.float64) for part in parts))
+        means = [(part * emphasis).mean(-1, dtype=np.float64) for part in parts]
+        return cls(*means, np.maximum(means[2], expected))
 
-    def of_row(self, row: int) -> "WindowSums":
-        """The measurements of one shadow, [T]."""
-        return WindowSums(*(part[row] for part in self))
+    def at(self, index: int | slice) -> "WindowSums":
+        """The measurements of one shadow, by its row, or of some windows."""
+        return WindowSums(*(part[index] for part in self))
+
+    def mean(self) -> "WindowSums":
+        """The means of measurements [N, T] over N windows."""
+        return WindowSums(*(part.mean(0) for part in self))
 
     @property
+    @np.errstate(invalid="ignore", divide="ignore")
     def rates(self) -> np.ndarray:
         """The rate of each tensor by itself; NaN if it does not move."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return self.along / self.true
+        return self.along / self.true
 
-    def rate(self, weight: np.ndarray) -> float:
+    @np.errstate(invalid="ignore", divide="ignore")
+    def rate(self, weight: np.ndarray) -> np.ndarray:
         """The factor by which a shadow multiplies the learning rate, <d', d> / <d, d>; NaN if
         nothing moves. `weight` [T] is how much the mean over each tensor counts."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return float((weight * self.along).sum() / (weight * self.true).sum())
+        return (weight * self.along).sum(-1) / (weight * self.true).sum(-1)
 
-    def noise(self, weight: np.ndarray) -> float:
+    @np.errstate(invalid="ignore", divide="ignore")
+    def noise(self, weight: np.ndarray) -> np.ndarray:
         """How far a shadow leads away from float32, relative to its step, |d' - d| / |d|."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return float(np.sqrt((weight * self.apart).sum() / (weight * self.true).sum()))
-
-    def share_lost(self, weight: np.ndarray) -> float:
-        """The share of numbers that are lost, over all tensors."""
-        return float((weight * self.lost).sum() / weight.sum())
-
-
-def add_up(windows: list[WindowSums]) -> WindowSums:
-    """The means of the measurements over several windows."""
-    if len(windows) == 1:
-        return windows[0]
-    return WindowSums(*(np.mean(part, axis=0) for part in zip(*windows, strict=True)))
-
-
-def in_parts(windows: list[WindowSums], parts: int) -> list[WindowSums]:
-    """The means over each of `parts` consecutive parts of the windows, or over each window if there
-    are fewer."""
-    split = np.array_split(np.arange(len(windows)), min(parts, len(windows)))
-    return [add_up([windows[i] for i in part]) for part in split]
-
-
-class NumberSums:
-    """Sums over windows for each number that is followed, from which standard errors follow.
-
-    `parts`  consecutive parts of the training, each as long as the others but for the last one.
-             A part is an array, float32 [2, C, T, P]: for each of C shadows and each number, the
-             sum of d d over the windows, then that of d' d. When there are twice FEWEST_PARTS, each
-             two neighbours become one, so a long training needs no more memory.
-    """
-
-    FEWEST_PARTS = 4  # as soon as there are so many windows
-
-    def __init__(self):
-        self.parts: list[np.ndarray] = []
-        self.length = 1  # windows in a part
-        self.length_of_last = 1  # windows in the last part so far
-
-    def add(self, moved: np.ndarray, true: np.ndarray) -> None:
-        """Adds a window, from d' (`moved`, [C, T, P]) and d (`true`, which broadcasts to it)."""
-        sums = np.stack((np.broadcast_to(true * true, moved.shape), moved * true))
-        if self.length_of_last < self.length:
-            self.parts[-1] += sums
-            self.length_of_last += 1
-            return
-        if len(self.parts) == 2 * self.FEWEST_PARTS:
-            pairs = zip(self.parts[::2], self.parts[1::2], strict=True)
-            self.parts = [first + second for first, second in pairs]
-            self.length *= 2
-        self.parts.append(sums)
-        self.length_of_last = 1
-
-    def of_row(self, row: int) -> np.ndarray:
-        """The sums of one shadow, float64 [parts, 2, T, P]."""
-        return np.array([part[:, row] for part in self.parts], np.float64)
-
-
-def sampling_error(parts: np.ndarray, sample: Sample, is_noisy: bool) -> float:
-    """The standard error of the mean over parts of the rate, because only some numbers are
-    followed.
-
-    `parts`     sums by number, [parts, 2, T, P] (`NumberSums.of_row`)
-    `is_noisy`  whether each number has noise of its own (`Sample.squared_errors`)
-
-    A rate is a quotient of two means, A / B. Its error is that of the mean of A - rate B (Cochran,
-    Sampling Techniques, on ratio estimates).
-    """
-    weight = sample.sizes.astype(float)
-    true, along = (weight * sample.mean(parts)).sum(2).T  # [parts] each
-    moves = true > 0
-    if not moves.any():
-        return math.nan
-    rates = along[moves] / true[moves]
-    residuals = parts[moves, 1] - rates[:, None, None] * parts[moves, 0]
-    residuals = (residuals / true[moves, None, None]).mean(0)  # [T, P]
-    squared_errors = sample.squared_errors(residuals, is_noisy)
-    return float(np.sqrt((weight**2 * squared_errors).sum()))
-
-
-def sampling_errors_by_tensor(parts: np.ndarray, sample: Sample, is_noisy: bool) -> np.ndarray:
-    """The standard error of each tensor's rate over all parts, [T]; NaN for a tensor that does not
-    move. The arguments are those of `sampling_error`."""
-    true, along = parts.sum(0)
-    mean_true = sample.mean(true)[:, None]
-    mean_along = sample.mean(along)[:, None]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        residuals = (along - mean_along / mean_true * true) / mean_true
-        return np.sqrt(sample.squared_errors(residuals, is_noisy))
-
-
-def noise_errors_by_tensor(sums: WindowSums, counts: np.ndarray) -> np.ndarray:
-    """How far the rate of each tensor may be from 1 by noise alone: its standard error, [T].
-
-    `sums` are means over `counts` [T] numbers. The error is NaN for a tensor that does not move.
-    """
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.sqrt(sums.apart / sums.true / counts)
-
-
-def noise_error(sums: WindowSums, counts: np.ndarray, weight: np.ndarray) -> float:
-    """How far `WindowSums.rate` may be from 1 by noise alone, from the errors of the tensors."""
-    shares = weight * sums.true
-    moves = shares > 0
-    if not moves.any():
-        return math.nan
-    errors = noise_errors_by_tensor(sums, counts)
-    return float(np.linalg.norm(shares[moves] * errors[moves]) / shares.sum())
+        return np.sqrt((weight * self.apart).sum(-1) / (weight * self.true).sum(-1))
 
 
 class Reading(NamedTuple):
@@ -309,8 +220,8 @@ class Reading(NamedTuple):
 
     @property
     def frozen(self) -> list[str]:
-        """Names of the tensors that stand still."""
-        return [name for name, rate in self.tensors.items() if is_below(*rate, FROZEN)]
+        """Names of the tensors that stand still, at a rate below 0.05."""
+        return [name for name, rate in self.tensors.items() if is_below(*rate, 0.05)]
 
     def fast(self, high: float) -> list[str]:
         """Names of the tensors whose rate is above `high`."""
@@ -345,11 +256,18 @@ class Ruler:
     `texts`         what each shadow is, as in "weights=bf16:stochastic"
     `tensor_names`  names of the tensors
     `steps`         how many independent steps a window of a stochastic shadow has
-    `parts`         if not 0, measurements are means over so many parts of the training
+    `parts`         measurements are means over so many parts of the training
 
     A shadow that rounds to the nearest has the mean rate of its windows. Of one that rounds
     stochastically, windows count by how far float32 moves in them, because where it hardly moves, a
     rate is the shadow's own noise divided by next to nothing.
+
+    `windows`  the measurements of each window, [C, T]
+    `numbers`  sums over windows for each number that is followed, from which standard errors
+               follow, in consecutive parts of the training, each as long as the others but for the
+               last one. A part is an array, float32 [2, C, T, P]: for each shadow and each number,
+               the sum of d d over the windows, then that of d' d. When there are 8 parts, each two
+               neighbours become one, so a long training needs no more memory.
     """
 
     def __init__(
@@ -358,19 +276,17 @@ class Ruler:
         texts: list[str],
         tensor_names: list[str],
         steps: int = 1,
-        parts: int = 0,
+        parts: float = math.inf,
     ):
         self.sample = sample
         self.weight = sample.sizes.astype(float)
         self.texts = texts
         self.tensor_names = tensor_names
-        self.is_noisy = [is_stochastic(text) for text in texts]
         self.steps = steps
         self.parts = parts
-        self.windows: list[WindowSums] = []  # [C, T]
-        # `apart` of each window, but at least what is to be expected of stochastic rounding
-        self.expected: list[np.ndarray] = []
-        self.numbers = NumberSums()
+        self.windows: list[WindowSums] = []
+        self.numbers: list[np.ndarray] = []
+        self.windows_of_part = 1  # windows in a part of `numbers`
 
     def add(
         self,
@@ -378,81 +294,125 @@ class Ruler:
         true: np.ndarray,
         lost: np.ndarray,
         expected: np.ndarray | float = 0.0,
+        steps: WindowSums | None = None,
     ) -> None:
         """Adds a window.
 
         `moved`     d' of each shadow, [C, T, P]
         `true`      d, which broadcasts to that
         `lost`      whether a number is lost, bool [C, T, P]
-        `expected`  the mean of (d' - d)^2 that stochastic rounding has on average, although few
-                    numbers may show it, [C, T]
+        `expected`  the mean of (d' - d)^2 that stochastic rounding has on average, [C, T]
+        `steps`     of shadows that are measured step by step, which come last: the means over the
+                    steps, in place of those over the window
         """
-        sums = WindowSums.of(moved, true, lost, self.sample.emphasis)
-        self.add_sums(sums, moved, true, expected)
-
-    def add_sums(self, sums: WindowSums, moved, true, expected: np.ndarray | float = 0.0) -> None:
-        """Adds a window of which the sums are known, as `add`."""
+        sums = WindowSums.of(moved, true, lost, self.sample.emphasis, expected)
+        if steps is not None:
+            for part, of_steps in zip(sums, steps._replace(lost=sums.lost), strict=True):
+                part[len(part) - len(of_steps) :] = of_steps
+        by_number = np.stack((np.broadcast_to(true * true, moved.shape), moved * true))
+        if len(self.windows) % self.windows_of_part:
+            self.numbers[-1] += by_number
+        else:
+            if len(self.numbers) == 8:
+                pairs = zip(self.numbers[::2], self.numbers[1::2], strict=True)
+                self.numbers = [first + second for first, second in pairs]
+                self.windows_of_part *= 2
+            self.numbers.append(by_number)
         self.windows.append(sums)
-        self.expected.append(np.maximum(sums.apart, expected))
-        self.numbers.add(moved, true)
-
-    def readings(self) -> dict[str, Reading | None]:
-        """What is measured of each shadow; None if no window is full, or nothing moved."""
-        return {text: self.reading(row) for row, text in enumerate(self.texts)}
 
     def reading(self, row: int) -> Reading | None:
-        is_noisy = self.is_noisy[row]
-        every = [sums.of_row(row) for sums in self.windows]
-        windows = in_parts(every, self.parts) if self.parts and every else every
-        rates = [sums.rate(self.weight) for sums in windows]
+        """What is measured of a shadow; None if no window is full, or nothing moved."""
+        weight = self.weight
+        is_noisy = is_stochastic(self.texts[row])
+        if not self.windows:
+            return None
+        windows = self.in_parts(row, self.parts)
+        rates = windows.rate(weight)
         if not np.isfinite(rates).any():
             return None
-        quarter = max(1, len(windows) // 4)
-        whole = add_up(windows)
-        # By number, for standard errors
-        numbers = self.numbers.of_row(row)
-        last_numbers = numbers[-math.ceil(len(numbers) / 4) :].sum(0, keepdims=True)
-        last_error = sampling_error(last_numbers, self.sample, is_noisy)
-        tensor_errors = sampling_errors_by_tensor(numbers, self.sample, is_noisy)
+        whole = windows.mean()
+        quarter = max(1, len(rates) // 4)
+        every = self.in_parts(row, math.inf)
+        late = every.at(slice(-max(1, len(self.windows) // 4), None))
+        numbers = np.array([part[:, row] for part in self.numbers], np.float64)
+        late_numbers = numbers[-math.ceil(len(numbers) / 4) :].sum(0, keepdims=True)
         if is_noisy:
-            noisy = [
-                sums._replace(apart=apart[row])
-                for sums, apart in zip(every, self.expected, strict=True)
-            ]
-            counts = self.sample.followed * self.steps
-            late = noisy[-max(1, len(noisy) // 4) :]
-            rate = whole.rate(self.weight)
-            noise = whole.noise(self.weight)
-            error = np.fmax(
-                sampling_error(numbers.sum(0, keepdims=True), self.sample, is_noisy),
-                noise_error(add_up(noisy), counts * len(noisy), self.weight),
-            )
-            error_of_noise = noise_error(add_up(late), counts * len(late), self.weight)
-            last_error = np.fmax(last_error, error_of_noise)
-            of_noise = noise_errors_by_tensor(add_up(noisy), counts * len(noisy))
-            tensor_errors = np.fmax(tensor_errors, of_noise)
+            rate = whole.rate(weight)
+            noise = whole.noise(weight)
+            numbers = numbers.sum(0, keepdims=True)
         else:
             rate = np.nanmean(rates)
-            noise = np.nanmedian([sums.noise(self.weight) for sums in windows])
-            error = sampling_error(numbers, self.sample, is_noisy)
+            noise = np.nanmedian(windows.noise(weight))
+        error, tensor_errors = self.errors(numbers, every, is_noisy)
+        last_error, _ = self.errors(late_numbers, late, is_noisy)
         pairs = zip(whole.rates.tolist(), tensor_errors.tolist(), strict=True)
         return Reading(
             rate=float(rate),
             error=float(error),
-            first=add_up(windows[:quarter]).rate(self.weight),
-            last=add_up(windows[-quarter:]).rate(self.weight),
+            first=float(windows.at(slice(quarter)).mean().rate(weight)),
+            last=float(windows.at(slice(-quarter, None)).mean().rate(weight)),
             last_error=float(last_error),
             noise=float(noise),
-            lost=float(np.nanmedian([sums.share_lost(self.weight) for sums in windows])),
+            lost=float(np.nanmedian(np.average(windows.lost, axis=1, weights=weight))),
             tensors=dict(zip(self.tensor_names, pairs, strict=True)),
         )
 
-    def rates_in_parts(self, text: str, parts: int) -> list[np.ndarray]:
-        """The rates of the tensors in consecutive parts of the training, [T] each."""
-        row = self.texts.index(text)
-        if not self.windows:
-            return []
-        return [sums.of_row(row).rates for sums in in_parts(self.windows, parts)]
+    def in_parts(self, row: int, parts: float) -> WindowSums:
+        """The means of one shadow's measurements over each of so many consecutive parts of the
+        training, or over each window if there are fewer; [parts, T]."""
+        every = [
+            np.array([part[row] for part in field]) for field in zip(*self.windows, strict=True)
+        ]
+        if parts >= len(self.windows):
+            return WindowSums(*every)
+        means = [[x.mean(0) for x in np.array_split(field, parts)] for field in every]
+        return WindowSums(*np.array(means))
+
+    @np.errstate(invalid="ignore", divide="ignore")
+    def errors(
+        self, numbers: np.ndarray, windows: WindowSums, is_noisy: bool
+    ) -> tuple[float, np.ndarray]:
+        """The standard errors of the mean over parts of the rate, and of each tensor's rate over
+        all parts, [T]. An error is NaN for what does not move.
+
+        `numbers`   sums by number in each part, [parts, 2, T, P]
+        `windows`   the measurements of the windows in these parts, [N, T]
+        `is_noisy`  whether each number has noise of its own (`Sample.squared_errors`)
+
+        Only some numbers are followed. A rate is a quotient of two means, A / B, so its error is
+        that of the mean of A - rate B (Cochran, Sampling Techniques, on ratio estimates). With
+        stochastic rounding, the error is at least how far a rate may be from 1 by noise alone.
+        """
+        sample = self.sample
+        means = sample.mean(numbers) * self.weight
+        moves = means[:, 0].sum(1) > 0
+        error = np.float64(math.nan)
+        if moves.any():
+            whole = means[moves].sum(2)[..., None, None]
+            squared_errors = sample.squared_errors(mean_residuals(numbers[moves], whole), is_noisy)
+            error = np.sqrt((self.weight**2 * squared_errors).sum())
+        total = numbers.sum(0, keepdims=True)
+        residuals = mean_residuals(total, sample.mean(total)[..., None])
+        tensor_errors = np.sqrt(sample.squared_errors(residuals, is_noisy))
+        if is_noisy:
+            sums = windows.mean()
+            counts = sample.followed * self.steps * len(windows.true)
+            of_noise = np.sqrt(sums.expected / sums.true / counts)
+            shares = self.weight * sums.true
+            moved = shares > 0
+            error = np.fmax(error, np.linalg.norm((shares * of_noise)[moved]) / shares.sum())
+            tensor_errors = np.fmax(tensor_errors, of_noise)
+        return error, tensor_errors
+
+
+def mean_residuals(parts: np.ndarray, means: np.ndarray) -> np.ndarray:
+    """What a rate leaves of each number, relative to the mean of d d, in the mean over parts.
+
+    `parts`  the sums of d d and of d' d by number, [parts, 2, T, P]
+    `means`  their means over those numbers whose rate it is, [parts, 2, 1 or T, 1]
+    """
+    true, along = means[:, 0], means[:, 1]
+    return ((parts[:, 1] - along / true * parts[:, 0]) / true).mean(0)
 
 
 def is_stochastic(text: str) -> bool:

@@ -17,6 +17,8 @@ rounded, with the word `stored` or without it. A real optimizer is written as in
 import collections
 import contextlib
 import functools
+import json
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -35,10 +37,10 @@ from ..bits.notation import (
     split_entry,
 )
 from ..bits.places import places_of
+from . import NO_STEP, first_line, report_as_json
 from .copies import CopyShadow
-from .findings import NOT_JUDGED, Finding, Report, listed, with_cures, without_nan
+from .findings import NOT_JUDGED, Finding, Report, listed, with_cures
 from .gradients import LookShadow, SumShadow
-from .output import NO_STEP, first_line, report_as_json
 from .rows import AVERAGES, LENGTH, AverageSearch, AverageShadow, RowShadow
 from .ruler import tensor_names
 from .watcher import Hooks, Watcher, innermost_optimizer, modules_of_process, parameters_of
@@ -68,12 +70,6 @@ FORMATS = (
     "backward=e5m2",
     "backward=e4m3",
 )
-FEW = 2  # an optimizer with so many parameters may be one of many, as those of a step in backward
-MANY = 8  # so many of them are not judged, but refused in one line
-IN_BACKWARD = (
-    "each optimizer has one or two parameters, as where a script steps within backward: join "
-    "these parameters in one optimizer"
-)
 
 
 class CastProbe:
@@ -95,8 +91,8 @@ class CastProbe:
         if not (devices and torch.is_autocast_cache_enabled()):
             return False
         if self.probe is None:
-            options = {"dtype": torch.float32, "device": devices[0]}
-            self.probe = nn.Parameter(torch.ones(1, 1, **options))
+            one = torch.ones(1, 1, dtype=torch.float32, device=devices[0])
+            self.probe = nn.Parameter(one)
         with torch.enable_grad():  # only casts with a gradient are kept
             product = self.probe @ self.probe
         is_old = bool(product != self.probe.square())
@@ -112,15 +108,14 @@ class Patient:
     `watcher`  who reads it; None if it is not judged
     `reason`   why it is not judged
     `steps`    how many steps it has made
-    `is_gone`  whether the script dropped it before another optimizer began
     """
 
-    def __init__(self, name: str):
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str):
+        self.optimizer = weakref.ref(optimizer)
         self.name = name
         self.watcher: Watcher | None = None
         self.reason = ""
         self.steps = 0
-        self.is_gone = False
 
 
 class Doctor(Hooks):
@@ -148,7 +143,7 @@ class Doctor(Hooks):
     `length`     updates in a window
     `sample`     how many numbers of each optimizer are followed at least: equally many of each
                  tensor, and at least 64 of each. The more there are, the smaller are the standard
-                 errors of the rates. The doctor keeps 4 (length + 17) bytes for each of these
+                 errors of the rates. The doctor keeps about 90 bytes for each of these
                  numbers and each format.
     `names`      names of the optimizers in reports
     `model`      a module, or several, whose names of parameters are used in reports
@@ -176,6 +171,7 @@ class Doctor(Hooks):
         model: nn.Module | Iterable[nn.Module] = (),
     ):
         super().__init__()
+        self.is_of_script = not watched
         self.formats = tuple(formats)
         self.searches_averages = not (self.formats or watched)
         default = FORMATS if watched else [t for t in FORMATS if split_entry(t)[0] in STATE]
@@ -195,59 +191,51 @@ class Doctor(Hooks):
         for text in self.formats:
             if not is_real(text):
                 check_format(text, (*STATE, *SUMS, *OPERANDS))
-        self.modules = [model] if isinstance(model, nn.Module) else [*model]
-        self.averages: list[AverageShadow] = []
         self.patients: list[Patient] = []
-        self.small: dict[type, list[int]] = {}  # small optimizers in their first step, by class
         self.casts = CastProbe()
         self.has_old_casts = False
         self.hooks: list = []
+        modules = [model] if isinstance(model, nn.Module) else [*model]
         innermost = [innermost_optimizer(optimizer) for optimizer in watched]
         names = [*names] or [f"optimizer {i}" for i in range(len(watched))]
         for name, optimizer in zip(names, innermost, strict=True):
-            patient = Patient(name)
-            patient.watcher = self.watch(optimizer, name, self.modules, self.call)
+            patient = Patient(optimizer, name)
             self.patients.append(patient)
-            self.optimizers.append(optimizer)
-            watcher = patient.watcher
+            self.known[optimizer] = patient
+            self.watch(patient, optimizer, modules)
             # A step under torch.compile leaves the hooks out of its graph. Compiling them would
             # take far longer than calling them.
-            before = torch.compiler.disable(lambda *_, watcher=watcher: watcher.before_step())
-            after = torch.compiler.disable(lambda *_, watcher=watcher: watcher.after_step())
+            before = torch.compiler.disable(lambda x, *_, patient=patient: self.before(x, patient))
+            after = torch.compiler.disable(lambda x, *_, patient=patient: self.after(x, patient))
             self.hooks.append(optimizer.register_step_pre_hook(before))
             self.hooks.append(optimizer.register_step_post_hook(after))
-        self.modules = []  # which are not kept alive
 
-    def watch(self, optimizer, name: str, modules: list[nn.Module], call: Callable) -> Watcher:
-        """A watcher of an optimizer, with the shadows of the formats. `call` calls hooks."""
-        watcher = Watcher(optimizer, name, modules, self.sample, self.seed)
-
-        def texts_of(places: tuple[str, ...]) -> list[str]:
-            return [text for text in self.formats if split_entry(text)[0] in places]
-
+    def watch(self, patient: Patient, optimizer, modules: list[nn.Module]) -> None:
+        """Puts a watcher beside an optimizer, with the shadows of the formats."""
+        if any(type(p).__name__ == "DTensor" for p in parameters_of(optimizer)):
+            raise ValueError("its parameters are sharded (DTensor)")
+        watcher = Watcher(optimizer, patient.name, modules, self.sample, self.seed)
+        operands, state, sums = (
+            [text for text in self.formats if split_entry(text)[0] in places]
+            for places in (OPERANDS, STATE, SUMS)
+        )
         watcher.shadows = [
-            LookShadow(watcher, texts_of(OPERANDS)),
-            RowShadow(watcher, texts_of(STATE), self.length, self.seed),
+            LookShadow(watcher, operands),
+            RowShadow(watcher, state, self.length, self.seed),
         ]
-        if sums := texts_of(SUMS):
+        if sums:
             shadow = SumShadow(watcher, sums, self.length, self.seed)
             watcher.shadows.append(shadow)
-            self.hooks += shadow.install(call)
+            self.hooks += shadow.install(functools.partial(self.guarded, patient))
         if self.real:
             watcher.shadows.append(CopyShadow(watcher, self.real, self.length))
         if self.searches_averages:
             watcher.shadows.append(AverageSearch(watcher, self.trained, self.length))
-        return watcher
-
-    @staticmethod
-    def call(function: Callable, *arguments) -> None:
-        function(*arguments)
+        patient.watcher = watcher
 
     def trained(self) -> set[int]:
         """The identities of all parameters that optimizers of the process train."""
-        optimizers = [self.optimizers[n] for n in range(len(self.optimizers))]
-        present = [optimizer for optimizer in optimizers if optimizer is not None]
-        return {id(p) for optimizer in present for p in parameters_of(optimizer)}
+        return {id(p) for optimizer in [*self.known] for p in parameters_of(optimizer)}
 
     # In a loop
 
@@ -279,9 +267,8 @@ class Doctor(Hooks):
             names = ", ".join(patient.name for patient in self.patients)
             raise ValueError(f"optimizer is {optimizer!r}: choose from {names}")
         if self.hooks:
-            for shadow in chosen[0].watcher.shadows:
-                if isinstance(shadow, LookShadow):
-                    shadow.look(loss)
+            look_shadow, *_ = chosen[0].watcher.shadows
+            look_shadow.look(loss)
 
     def follow(
         self,
@@ -338,63 +325,61 @@ class Doctor(Hooks):
             yield
         self.stop()
 
-    def begin(self, number: int) -> None:
-        optimizer = self.optimizers[number]
-        for earlier, patient in enumerate(self.patients):
-            if not patient.is_gone and self.optimizers[earlier] is None:
-                patient.is_gone = True
+    def begin(self, optimizer, name: str) -> Patient:
+        for patient in self.patients:
+            if patient.watcher is not None and patient.optimizer() is None:
                 patient.watcher = None
-        patient = Patient(self.name_of(number))
+                patient.reason = "the script had dropped it when a later one began"
+        patient = Patient(optimizer, name)
         self.patients.append(patient)
-        if len(parameters_of(optimizer)) <= FEW:
-            self.refuse_if_many(number, type(optimizer))
-        if {type(p).__name__ for p in parameters_of(optimizer)} & {"DTensor"}:
-            patient.reason = "its parameters are sharded (DTensor)"
-        if patient.reason:
-            return
-        call = functools.partial(self.guarded, patient)
         try:
-            patient.watcher = self.watch(optimizer, patient.name, modules_of_process(), call)
+            self.watch(patient, optimizer, modules_of_process())
         except (ValueError, RuntimeError, TypeError) as error:
             patient.reason = first_line(error)
+        self.refuse_if_many(type(optimizer))
+        return patient
 
-    def refuse_if_many(self, number: int, kind: type) -> None:
-        """Refuses the small optimizers of a class in their first step, if they are many.
+    def refuse_if_many(self, kind: type) -> None:
+        """Refuses the optimizers of a class that have one or two parameters, if 8 of them are in
+        their first step.
 
         A script that steps within the backward pass has an optimizer for each parameter. Hundreds
         of reports would say less than one.
         """
         alike = [
-            n
-            for n in self.small.get(kind, [])
-            if self.patients[n].steps == 1 and self.optimizers[n] is not None
+            patient
+            for patient in self.patients
+            if patient.steps <= 1
+            and type(patient.optimizer()) is kind
+            and len(parameters_of(patient.optimizer())) <= 2
         ]
-        self.small[kind] = alike = [*alike, number]
-        if len(alike) >= MANY:
-            for n in alike:
-                self.patients[n].watcher = None
-                self.patients[n].reason = IN_BACKWARD
+        for patient in alike if len(alike) >= 8 else []:
+            patient.watcher = None
+            patient.reason = (
+                "each optimizer has one or two parameters, as where a script steps within "
+                "backward: join these parameters in one optimizer"
+            )
 
     def guarded(self, patient: Patient, function: Callable, *arguments) -> None:
-        """Calls a hook. A watcher that fails no longer watches, and is noted."""
+        """Calls a hook. In a script, a watcher that fails no longer watches, and is noted."""
         if patient.watcher is None:
             return
         try:
             function(*arguments)
         except Exception as error:
+            if not self.is_of_script:
+                raise
             patient.watcher = None
             patient.reason = (
                 f"the doctor failed after {patient.steps} steps "
                 f"({type(error).__name__}: {first_line(error)})"
             )
 
-    def before(self, number: int) -> None:
-        patient = self.patients[number]
+    def before(self, optimizer, patient: Patient) -> None:
         if patient.watcher is not None:
             self.guarded(patient, patient.watcher.before_step)
 
-    def after(self, number: int) -> None:
-        patient = self.patients[number]
+    def after(self, optimizer, patient: Patient) -> None:
         patient.steps += 1
         self.has_old_casts = self.has_old_casts or self.casts.finds_old_cast()
         if patient.watcher is not None:
@@ -405,28 +390,22 @@ class Doctor(Hooks):
     def report(self) -> Report:
         """The findings so far, of the optimizers that the script had to the end, and notes."""
         report = Report()
-        refused = [patient.name for patient in self.patients if patient.reason == IN_BACKWARD]
-        if refused:
-            both = f"{refused[0]} and {len(refused) - 1} more"
-            report.notes.append(f"{both}: not judged: {IN_BACKWARD}")
         averages = []
+        not_judged = collections.defaultdict(list)  # names by reason
         for patient in self.patients:
             watcher = patient.watcher
-            if watcher is not None:
-                findings = self.findings_of(watcher)
-                report += findings
-                report.notes += notes_on(watcher, bool(findings))
-                averages += averages_beside(watcher)
-            elif not patient.is_gone and patient.reason != IN_BACKWARD:
-                report.notes.append(f"{patient.name}: not judged: {patient.reason}")
+            if watcher is None:
+                not_judged[patient.reason].append(patient.name)
+                continue
+            findings = self.findings_of(watcher)
+            report += findings
+            report.notes += notes_on(watcher, bool(findings))
+            averages += averages_beside(watcher)
         names: collections.Counter[str] = collections.Counter()
         for average in averages:
             report += average.findings(self.tolerates, names)
-        gone = [patient.name for patient in self.patients if patient.is_gone]
-        if gone:
-            report.notes.append(
-                f"not judged: {listed(gone)}: the script had dropped them when a later one began"
-            )
+        for reason, patients in not_judged.items():
+            report.notes.append(f"{listed(patients)}: not judged: {reason}")
         if self.has_old_casts:
             report.notes.append(
                 "the script steps within one autocast region, which computes with casts of the "
@@ -455,27 +434,32 @@ class Doctor(Hooks):
         Each optimizer has an entry. An optimizer that is gone has no findings. Running averages
         that were found have entries of their own, with tau at first and at the end.
         """
-        optimizers = []
-        averages = []
-        for patient in self.patients:
-            watcher = patient.watcher
-            optimizers.append(
-                {
-                    "name": patient.name,
-                    "steps": patient.steps,
-                    "tensors": watcher.tensor_names if watcher else [],
-                    "findings": findings_as_json(report, patient.name),
-                }
-            )
-            for average in averages_beside(watcher) if watcher else ():
-                averages.append(
-                    {
-                        "name": average.title,
-                        "optimizer": patient.name,
-                        "tau": average.rates[:: max(len(average.rates) - 1, 1)],
-                        "findings": findings_as_json(report, average.title),
-                    }
-                )
+
+        def findings(name: str) -> list[dict]:
+            alike = [finding._asdict() for finding in report if finding.optimizer == name]
+            # JSON has no NaN and no infinity: they become null
+            return json.loads(json.dumps(alike), parse_constant=lambda _: None)
+
+        watched = [patient for patient in self.patients if patient.watcher is not None]
+        optimizers = [
+            {
+                "name": patient.name,
+                "steps": patient.steps,
+                "tensors": patient.watcher.tensor_names if patient in watched else [],
+                "findings": findings(patient.name),
+            }
+            for patient in self.patients
+        ]
+        averages = [
+            {
+                "name": average.title,
+                "optimizer": patient.name,
+                "tau": average.rates[:: max(len(average.rates) - 1, 1)],
+                "findings": findings(average.title),
+            }
+            for patient in watched
+            for average in averages_beside(patient.watcher)
+        ]
         return report_as_json(optimizers, report.notes, averages)
 
 
@@ -494,10 +478,6 @@ def averages_beside(watcher: Watcher) -> list[AverageShadow]:
     return [*named, *(average for search in searches for average in search.found)]
 
 
-def findings_as_json(report: Report, name: str) -> list[dict]:
-    return [without_nan(finding._asdict()) for finding in report if finding.optimizer == name]
-
-
 def notes_on(watcher: Watcher, has_findings: bool) -> list[str]:
     """Lines on what is not judged of an optimizer."""
     notes = []
@@ -507,6 +487,8 @@ def notes_on(watcher: Watcher, has_findings: bool) -> list[str]:
         notes.append(f"not judged, because not float32: {listed(watcher.not_float32)}")
     if watcher.joined:
         notes.append(f"not followed: {listed([*watcher.joined.values()])}")
+    searches = [shadow for shadow in watcher.shadows if isinstance(shadow, AverageSearch)]
+    notes += [search.trouble for search in searches if search.trouble]
     if not watcher.is_adam:
         notes.append(
             "only its weights are judged: moments are followed of Adam and AdamW without amsgrad"

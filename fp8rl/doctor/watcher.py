@@ -8,13 +8,13 @@ is kept is a sample.
 """
 
 import contextlib
+import contextvars
 import gc
 import math
 import os
-import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ class Update(NamedTuple):
         return self.after[len(self.live) : 2 * len(self.live)]
 
 
-class Shadow(Protocol):
+class Shadow:
     """What stands beside an optimizer and takes the same steps otherwise."""
 
     def before(self) -> None:
@@ -100,6 +100,7 @@ class Shadow(Protocol):
 
     def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
         """The findings so far, without cures."""
+        return []
 
 
 class Watcher:
@@ -110,6 +111,8 @@ class Watcher:
     `modules`    modules whose names of parameters are used
     `sample`     how many numbers are followed
     `seed`       seed of the sample
+
+    `shadows` (`Shadow`) take the same steps otherwise.
 
     Raises ValueError if no parameters learn, and if none of those that do is float32.
     """
@@ -130,33 +133,30 @@ class Watcher:
         self.is_adam = isinstance(optimizer, torch.optim.Adam) and not any(
             group["amsgrad"] for group in optimizer.param_groups
         )  # AdamW is an Adam, too
-        self.is_decoupled = isinstance(optimizer, torch.optim.AdamW)
         self.is_sgd = isinstance(optimizer, torch.optim.SGD)
         # The parameters are remembered here, because a loaded optimizer has new groups.
-        parameters: list[torch.Tensor] = []
-        self.group: list[int] = []  # for each parameter, the number of its group
-        self.not_float32: list[str] = []  # parameters that learn and are not followed
-        for number, group in enumerate(optimizer.param_groups):
-            for p in group["params"]:
-                if not (p.requires_grad and p.numel()):
-                    continue
-                if p.dtype == torch.float32:
-                    parameters.append(p)
-                    self.group.append(number)
-                else:
-                    self.not_float32.append(f"{tensor_names([p], modules)[0]} ({p.dtype})")
-        if not parameters and self.not_float32:
-            dtype = self.not_float32[0].rpartition(" ")[2].strip("()")
-            raise ValueError(f"parameters are {dtype}: let the doctor watch a training in float32")
-        if not parameters:
+        learning = parameters_of(optimizer)
+        parameters = [p for p in learning if p.dtype == torch.float32]
+        others = [p for p in learning if p.dtype != torch.float32]
+        if not learning:
             raise ValueError(f"{name} has no parameters that learn: leave it out")
+        if not parameters:
+            dtype = others[0].dtype
+            raise ValueError(f"parameters are {dtype}: let the doctor watch a training in float32")
+        numbers = {
+            id(p): number
+            for number, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+        }
+        self.group = [numbers[id(p)] for p in parameters]  # the number of each one's group
+        # Parameters that learn and are not followed
+        self.not_float32 = [f"{tensor_names([p], modules)[0]} ({p.dtype})" for p in others]
         self.references = [weakref.ref(p) for p in parameters]
         self.keys = {id(p) for p in parameters}
         self.tensor_names = tensor_names(parameters, modules)
-        self.shapes = [[*p.shape] for p in parameters]
         self.device = parameters[0].device
         self.sample = Sample(parameters, sample, seed)
-        self.shadows: list[Shadow] = []
+        self.shadows: list = []
         self.updates = 0
         self.joined: dict[int, str] = {}  # parameters that joined later, by identity
         self.others_learn = False  # whether the optimizer goes on without a tensor of these
@@ -194,13 +194,14 @@ class Watcher:
     def count_steps(self) -> torch.Tensor:
         """How many steps Adam has counted, float32 []; NaN if it does not say. A GPU is not waited
         for."""
-        counts = [state["step"] for state in self.states() if "step" in state]
+        counts = [x["step"] for x in self.states() if self.is_adam and "step" in x] or [0.0]
         # With torch's default device "meta", Adam's counts have no numbers
-        is_unknown = any(getattr(x, "is_meta", False) for x in counts)
-        if not counts or is_unknown or not self.is_adam:
-            start = math.nan if is_unknown else 0.0
-            return torch.full((), start, dtype=torch.float32, device="cpu")
-        return torch.stack([as_float32(x) for x in counts]).max()
+        if any(getattr(x, "is_meta", False) for x in counts):
+            counts = [math.nan]
+        # Whatever torch's default type and device are
+        options = {"dtype": torch.float32, "device": "cpu"}
+        tensors = [x if isinstance(x, torch.Tensor) else torch.tensor(x, **options) for x in counts]
+        return torch.stack([x.detach().float() for x in tensors]).max()
 
     def before_step(self) -> None:
         """Reads the weights and Adam's state, before a step.
@@ -208,11 +209,10 @@ class Watcher:
         Other code may have changed them since the last update. That shows in their numbers alone:
         a change through `p.data` does not raise the version of a tensor.
         """
-        if not self.is_in_proportion:
-            return
         parameters = self.parameters
         if not parameters:
             self.others_learn = True  # the optimizer goes on with other tensors
+        if not parameters or not self.is_in_proportion:
             return
         self.read = self.sample.read([*parameters, *self.moments()])
         self.steps = self.count_steps()
@@ -224,9 +224,8 @@ class Watcher:
         optimizer = self.optimizer
         parameters = self.parameters
         # A GradScaler tells a fused optimizer by `found_inf` to skip the step.
-        if optimizer is None or not parameters or getattr(optimizer, "found_inf", None):
-            return
-        if not self.is_in_proportion:
+        skips = optimizer is None or getattr(optimizer, "found_inf", None)
+        if skips or not parameters or not self.is_in_proportion:
             return
         present = {id(p): p for group in self.groups for p in group["params"]}
         if not self.keys <= present.keys():
@@ -238,22 +237,19 @@ class Watcher:
         settings = [self.settings_of(group) for group in self.groups[: max(self.group) + 1]]
         self.last = Update(self.read, self.sample.read(read), self.steps, live, settings)
         self.updates += 1
-        self.note_joined(present)
-        for shadow in self.shadows:
-            shadow.after(self.last)
-
-    def note_joined(self, present: dict[int, torch.Tensor]) -> None:
-        """Notes the parameters that learn now and did not at first."""
         for i in present.keys() - self.keys - self.joined.keys():
             p = present[i]
             if p.grad is not None and p.dtype == torch.float32:
                 (name,) = tensor_names([p], alive(self.modules))
                 self.joined[i] = f"{name} (joined at update {self.updates})"
+        for shadow in self.shadows:
+            shadow.after(self.last)
 
     def settings_of(self, group: dict) -> GroupSettings:
         """The settings of a parameter group as they are now."""
         beta1, beta2 = map(float, group["betas"]) if self.is_adam else (0.0, 0.0)
-        is_coupled = not (self.is_decoupled or group.get("decoupled_weight_decay"))
+        is_decoupled = isinstance(self.optimizer, torch.optim.AdamW)
+        is_coupled = not (is_decoupled or group.get("decoupled_weight_decay"))
         has_decay = is_coupled and (self.is_adam or self.is_sgd)
         return GroupSettings(
             learning_rate=float(group["lr"]),
@@ -280,22 +276,12 @@ class Watcher:
             return f"a step of {self.kind} is not in proportion to its learning rate"
         if self.others_learn:
             return "other parameters learn than at first"
-        if not self.is_finite():
+        weights = self.parameters
+        if not weights and self.last is not None:  # they are gone, and those read last count
+            weights = [self.last.after[: len(self.references)]]
+        if not all(bool(x.isfinite().all()) for x in weights):
             return "float32 itself has become infinite or NaN"
         return ""
-
-    def is_finite(self) -> bool:
-        """Whether the weights are finite; of weights that are gone, whether those read last are."""
-        if parameters := self.parameters:
-            return all(bool(p.isfinite().all()) for p in parameters)
-        return self.last is None or bool(self.last.after[: len(self.references)].isfinite().all())
-
-
-def as_float32(x: torch.Tensor | float) -> torch.Tensor:
-    """A number as a tensor, float32, whatever torch's default device is."""
-    if isinstance(x, torch.Tensor):
-        return x.detach().float()
-    return torch.tensor(float(x), dtype=torch.float32, device="cpu")
 
 
 def alive(references: list[weakref.ref]) -> list:
@@ -321,12 +307,9 @@ def steps_in_proportion(optimizer: torch.optim.Optimizer) -> bool:
 
 def dense(parameters: list[torch.Tensor], tensors: list[torch.Tensor | None]) -> list[torch.Tensor]:
     """Dense tensors like the parameters; zeros in place of a tensor that is None."""
-    dense_tensors = []
-    for p, x in zip(parameters, tensors, strict=True):
-        if x is None:
-            x = torch.zeros_like(p)
-        dense_tensors.append(x.to_dense() if x.is_sparse else x)
-    return dense_tensors
+    pairs = zip(parameters, tensors, strict=True)
+    tensors = [torch.zeros_like(p) if x is None else x for p, x in pairs]
+    return [x.to_dense() if x.is_sparse else x for x in tensors]
 
 
 def largest_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -335,57 +318,26 @@ def largest_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack(norms).unsqueeze(1)
 
 
-at_work = threading.local()  # has `is_shadow` while a shadow makes a step in this thread
-
-
-def is_step_of_shadow() -> bool:
-    """Whether the step that is being made is a shadow's, and none of the script."""
-    return getattr(at_work, "is_shadow", False)
-
-
-class Optimizers:
-    """The optimizers of a process, numbered in the order of their first steps.
-
-    They are held by weak references, so that networks that a script drops do not stay in memory.
-    An optimizer that is gone is None.
-    """
-
-    def __init__(self):
-        self.references: list[weakref.ref] = []
-        self.names: list[str] = []
-        self.numbers: dict[int, int] = {}  # by identity, which a later optimizer may have again
-
-    def __len__(self) -> int:
-        return len(self.references)
-
-    def __getitem__(self, number: int) -> torch.optim.Optimizer | None:
-        return self.references[number]()
-
-    def append(self, optimizer: torch.optim.Optimizer) -> None:
-        self.numbers[id(optimizer)] = len(self)
-        self.names.append(f"optimizer {len(self)} ({type(optimizer).__name__})")
-        self.references.append(weakref.ref(optimizer))
-
-    def number_of(self, optimizer: torch.optim.Optimizer) -> int | None:
-        """The number of an optimizer, by identity; None before its first step."""
-        number = self.numbers.get(id(optimizer))
-        return number if number is not None and self[number] is optimizer else None
+# Whether the step that is being made is a shadow's, and none of the script
+shadow_steps = contextvars.ContextVar("shadow_steps", default=False)
 
 
 class Hooks:
     """Hooks that are called before and after every step of every optimizer of this process.
 
-    A subclass has a method `begin`, which is called before an optimizer's first step, and methods
-    `before` and `after`, which are called before and after every step. It may have a method
-    `after_wrapper`, which is called after a step of a wrapper, such as Lookahead, with the number
-    of the optimizer inside it. Nothing else is called for a wrapper, because the optimizer inside
-    it makes a step of its own.
+    A subclass has a method `begin(optimizer, name)`, which is called before an optimizer's first
+    step and returns what is kept of it. The methods `before` and `after` are called before and
+    after every step, with the optimizer and what is kept of it. A method `after_wrapper` is called
+    after a step of a wrapper, such as Lookahead, with the optimizer inside it. Nothing else is
+    called for a wrapper, because the optimizer inside it makes a step of its own.
+
+    Networks that a script drops do not stay in memory: optimizers are held by weak references.
     """
 
     def __init__(self):
         self.process = os.getpid()
-        self.optimizers = Optimizers()
-        self.notes: list[str] = []
+        self.names: list[str] = []  # of the optimizers, in the order of their first steps
+        self.known = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -407,35 +359,33 @@ class Hooks:
                 handle.remove()
 
     def before_step(self, optimizer, args, kwargs) -> None:
-        if os.getpid() != self.process:
-            return  # a fork of the script
-        if is_step_of_shadow():
-            return
-        number = self.optimizers.number_of(optimizer)
-        if number is None:
+        if os.getpid() != self.process or shadow_steps.get():
+            return  # a fork of the script, or a shadow
+        if optimizer not in self.known:
             if optimizer_inside(optimizer) is not None:
                 return  # a wrapper
-            number = len(self.optimizers)
-            self.optimizers.append(optimizer)
-            self.begin(number)
-        self.before(number)
+            self.names.append(f"optimizer {len(self.names)} ({type(optimizer).__name__})")
+            self.known[optimizer] = self.begin(optimizer, self.names[-1])
+        self.before(optimizer, self.known[optimizer])
 
     def after_step(self, optimizer, args, kwargs) -> None:
-        if os.getpid() != self.process or is_step_of_shadow():
+        if os.getpid() != self.process or shadow_steps.get():
             return
-        number = self.optimizers.number_of(optimizer)
-        if number is not None:
-            self.after(number)
+        if optimizer in self.known:
+            self.after(optimizer, self.known[optimizer])
             return
-        innermost = self.optimizers.number_of(innermost_optimizer(optimizer))
-        if innermost is not None:
+        innermost = innermost_optimizer(optimizer)
+        if innermost in self.known:
             self.after_wrapper(innermost)
 
-    def after_wrapper(self, number: int) -> None:
+    def after_wrapper(self, optimizer) -> None:
         pass
 
-    def name_of(self, number: int) -> str:
-        return self.optimizers.names[number]
+
+def modules_alive() -> list[nn.Module]:
+    """The modules of this process, without those whose `__init__` has not run."""
+    modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
+    return [module for module in modules if "_modules" in vars(module)]
 
 
 def modules_of_process() -> list[nn.Module]:
@@ -443,7 +393,7 @@ def modules_of_process() -> list[nn.Module]:
 
     Their parameters have names, which reports use.
     """
-    modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
+    modules = modules_alive()
     parts = {id(part) for module in modules for part in module.modules() if part is not module}
     return [module for module in modules if id(module) not in parts]
 
@@ -467,9 +417,9 @@ def innermost_optimizer(optimizer) -> torch.optim.Optimizer:
     """
     wrapped = optimizer
     seen = []  # so that a wrapper inside itself ends the search
-    while wrapped not in seen and (inner := optimizer_inside(wrapped)) is not None:
+    while wrapped not in seen:
         seen.append(wrapped)
-        wrapped = inner
+        wrapped = optimizer_inside(wrapped) or wrapped
     if not isinstance(wrapped, torch.optim.Optimizer):
         raise ValueError(
             f"optimizers have a {type(wrapped).__name__}, which is no optimizer of torch: "
@@ -487,11 +437,8 @@ def optimizer_inside(wrapper):
     """The optimizer that a wrapper has as `optimizer` or `base_optimizer`, or None."""
     if not is_like_optimizer(wrapper):
         return None
-    for name in ("optimizer", "base_optimizer"):
-        inner = getattr(wrapper, name, None)
-        if inner is not wrapper and is_like_optimizer(inner):
-            return inner
-    return None
+    inside = [getattr(wrapper, name, None) for name in ("optimizer", "base_optimizer")]
+    return next((x for x in inside if x is not wrapper and is_like_optimizer(x)), None)
 
 
 def is_like_optimizer(x) -> bool:

@@ -1,8 +1,7 @@
 """Is the gap between two programs' log-probabilities of the same tokens rounding or a bug?
 
     mismatch.py   the report: a verdict, its symptoms and the numbers that stacks log
-    dump.py       a file, or arrays of a trainer, become a `Gap`
-    gap.py        learner minus actor, token by token, and the horizon
+    dump.py       a file, or arrays of a trainer, become a `Gap`: learner minus actor, by token
     symptoms.py   the table of signs of bugs
     rules.py      the table of what RL stacks do about the gap
 

@@ -18,21 +18,19 @@ Nothing in a file is executed: NumPy and PyTorch load no pickles here. What else
 left alone. Every error is a ValueError of one line that names the array and the fix.
 """
 
+import functools
 import json
 import math
 import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from .gap import Gap
-
 LEARNER = "learner_logp"
 ACTOR = "actor_logp"
-TOKENS = "tokens"
 # Names of an array: here, in TRL, verl, OpenRLHF and NeMo-RL. AReaL's are not among them, because
 # its two arrays are not of the same tokens before it has shifted one of them.
 NAMES = {
@@ -46,28 +44,111 @@ NAMES = {
     ACTOR: ("actor_logp", "sampling_per_token_logps", "rollout_log_probs", "generation_logprobs"),
     "advantages": ("advantages",),
     "lengths": ("lengths",),
-    TOKENS: ("tokens", "completion_ids", "responses"),
+    "tokens": ("tokens", "completion_ids", "responses"),
+    "mask": (
+        "mask",
+        "completion_mask",
+        "tool_mask",
+        "response_mask",
+        "action_mask",
+        "token_mask",
+        "sample_mask",
+        "token_loss_mask",  # so NeMo-RL calls them in the files that it writes
+        "sample_loss_mask",
+    ),
 }
+KNOWN = {name for names in NAMES.values() for name in names}
 # Where a stack has two masks, a token counts if it is in both.
-MASKS = (
-    ("mask",),
-    ("completion_mask", "tool_mask"),
-    ("response_mask",),
-    ("action_mask",),
-    ("token_mask", "sample_mask"),
-    ("token_loss_mask", "sample_loss_mask"),  # so NeMo-RL calls them in the files that it writes
+PAIRS = (
+    ["completion_mask", "tool_mask"],
+    ["token_mask", "sample_mask"],
+    ["token_loss_mask", "sample_loss_mask"],
 )
-KNOWN = {name for names in (*NAMES.values(), *MASKS) for name in names}
+# The kinds of NumPy's types that an array may have, and what is said of all others.
+KINDS = {
+    LEARNER: ("f", "give floating point, such as float32"),
+    ACTOR: ("f", "give floating point, such as float32"),
+    "advantages": ("iuf", "give numbers"),
+    "lengths": ("iuf", "give the number of tokens of each packed sequence, 0 or more"),
+    "tokens": ("iuf", "give whole numbers, those of the tokens in the vocabulary"),
+    "mask": ("biuf", "give booleans, or 0 and 1"),
+}
 HOW = (
     "save arrays by numpy.savez, a dict of tensors by torch.save, or a JSON object on each line, "
     "with the names that your stack gives them"
 )
 COARSE = 1e-4  # distance of a type's numbers at 1 above which the type has half precision
-FLOATS = "give floating point, such as float32"
-BINARY = "give booleans, or 0 and 1"
-NUMBERS = "give numbers"
-WHOLE_NUMBERS = "give whole numbers, those of the tokens in the vocabulary"
-WHOLE = "give the number of tokens of each packed sequence, 0 or more"
+TINY = 1e-12  # a standard deviation below this is only the error of arithmetic in float64
+# Log ratio to which larger ones are limited, in all numbers alike: so sums of squares of ratios
+# stay finite.
+LARGEST = 300.0
+
+
+@dataclass(frozen=True, eq=False)
+class Gap:
+    """The learner's and the actor's log-probabilities of the same tokens.
+
+    pi is the learner's policy and mu the actor's, which sampled the tokens:
+
+        ratio = pi / mu          d = log ratio = learner - actor
+
+    All arrays are [S, T]; those of `flat` are [tokens].
+
+    `learner`, `actor`  float64, and 0 where `mask` is False
+    `mask`              which tokens count
+    `step`              distance of neighbouring numbers at 1 in the type in which the
+                        log-probabilities were saved
+    `advantages`        of the tokens; None if there are none
+    `tokens`            their numbers in the vocabulary; None if they are not given
+    """
+
+    learner: np.ndarray
+    actor: np.ndarray
+    mask: np.ndarray
+    step: float
+    advantages: np.ndarray | None = None
+    tokens: np.ndarray | None = None
+
+    @functools.cached_property
+    def log_ratio(self) -> np.ndarray:
+        """log pi / mu, [S, T]."""
+        return self.learner - self.actor
+
+    @functools.cached_property
+    def excess(self) -> np.ndarray:
+        """pi / mu - 1, [S, T], exact where it is tiny and finite where it is huge."""
+        return np.expm1(np.minimum(self.log_ratio, LARGEST))
+
+    @functools.cached_property
+    def flat(self) -> "Gap":
+        """The tokens that count alone, in arrays [tokens]."""
+        arrays = (x[self.mask] for x in (self.learner, self.actor, self.mask))
+        return Gap(*arrays, self.step)
+
+    @property
+    def rms(self) -> float:
+        """The root mean square of the log ratios."""
+        return np.sqrt(np.square(self.flat.log_ratio).mean())
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences with a token that counts."""
+        return int(self.mask.any(1).sum())
+
+    @property
+    def farthest(self) -> tuple[int, int]:
+        """The row and the column of the token whose log ratio is largest in size."""
+        size = np.abs(self.log_ratio)
+        return tuple(np.argwhere(size == size.max())[0].tolist())
+
+    def without(self, tokens: np.ndarray) -> "Gap":
+        """The same gap, in which `tokens`, [S, T], do not count."""
+        return replace(
+            self,
+            learner=np.where(tokens, 0.0, self.learner),
+            actor=np.where(tokens, 0.0, self.actor),
+            mask=self.mask & ~tokens,
+        )
 
 
 # Files
@@ -163,21 +244,13 @@ def joined(subject: str, records: list[tuple[str, Mapping]]) -> dict[str, list]:
 
 def rows_in(role: str, x, is_batch: bool, lengths: np.ndarray | None) -> list:
     """The rows of one array of a record, or one advantage for each sequence."""
-    depth = depth_of(x)
-    if role == "advantages" and depth <= is_batch:
-        values, _ = array_of(role, x, "biuf", NUMBERS)
+    if role == "advantages" and depth_of(x) <= is_batch:
+        values, _ = array_of(role, x)
         if lengths is None or values.size == len(lengths):
             return values.ravel().tolist()
     if lengths is not None:
-        return rows_of(role, x, lengths, "biuf", NUMBERS)[0]
-    return list(opened(x)) if depth > 1 else [x]
-
-
-def depth_of(x) -> int:
-    """0 of a number, 1 of a row of numbers, 2 of a list of rows or an array [sequences, tokens]."""
-    if isinstance(x, list | tuple):
-        return 1 + bool(x and np.ndim(x[0]))
-    return np.ndim(x)
+        return rows_of(role, x, lengths)[0]
+    return list(opened(x)) if depth_of(x) > 1 else [x]
 
 
 # Names
@@ -211,35 +284,26 @@ def take_arrays(subject: str, content: Mapping) -> dict:
     """
     # What is not needed may take long to read, as in a file that numpy.load has opened.
     keys = content.keys()
-    names = [x for x in keys if x not in KNOWN or not is_text(content[x])]
+    names = [x for x in keys if x not in KNOWN or not isinstance(content[x], str | None)]
     listed = ", ".join(ascii(name).strip("'") for name in names[:24]) or "nothing in it"
-    groups = [(role, (name,)) for role, known in NAMES.items() for name in known]
-    groups += [("mask", group) for group in MASKS]
     arrays = {}
-    taken = {}
-    for role, group in groups:
-        present = [name for name in group if name in names]
-        if not present:
-            continue
-        if role in arrays:
+    for role, known in NAMES.items():
+        present = [name for name in known if name in names]
+        if present in PAIRS:
+            arrays[role] = both_masks(*present, content)
+        elif len(present) > 1:
             raise ValueError(
-                f"{subject}, which has {taken[role]} and {present[0]}: keep one; there is {listed}"
+                f"{subject}, which has {present[0]} and {present[-1]}: keep one; there is {listed}"
             )
-        taken[role] = present[0]
-        arrays[role] = content[present[0]]
-        if len(present) == 2:
-            arrays[role] = both_masks(*present, arrays[role], content[present[1]])
-    for role in (LEARNER, ACTOR):
-        if role not in arrays:
-            others = ", ".join(NAMES[role][1:])
+        elif present:
+            arrays[role] = content[present[0]]
+        elif role in (LEARNER, ACTOR):
+            others = ", ".join(known[1:])
             raise ValueError(f"{subject}, which has no {role} (or {others}): there is {listed}")
-    if taken.get(TOKENS, TOKENS) != TOKENS and sizes_of(arrays[TOKENS]) != sizes_of(arrays[ACTOR]):
-        del arrays[TOKENS]  # they are of other tokens, such as those with a prompt
+    if "tokens" in arrays and "tokens" not in names:
+        if sizes_of(arrays["tokens"]) != sizes_of(arrays[ACTOR]):
+            del arrays["tokens"]  # they are of other tokens, such as those with a prompt
     return arrays
-
-
-def is_text(x) -> bool:
-    return x is None or isinstance(x, str)
 
 
 def sizes_of(x) -> list | tuple:
@@ -248,13 +312,12 @@ def sizes_of(x) -> list | tuple:
     return [np.shape(row) for row in x] if isinstance(x, list | tuple) else tuple(x.shape)
 
 
-def both_masks(first: str, second: str, x, y) -> list:
+def both_masks(first: str, second: str, content: Mapping) -> list:
     """A mask of the tokens that are in both masks, the second of which may be of sequences."""
     try:
-        pairs = zip(opened(x), opened(y), strict=True)
         return [
-            array_of(first, a, "biuf", BINARY)[0] * array_of(second, b, "biuf", BINARY)[0]
-            for a, b in pairs
+            array_of("mask", x, first)[0] * array_of("mask", y, second)[0]
+            for x, y in zip(opened(content[first]), opened(content[second]), strict=True)
         ]
     except ValueError as error:
         raise ValueError(
@@ -265,24 +328,6 @@ def both_masks(first: str, second: str, x, y) -> list:
 # Arrays
 
 
-class Padded(NamedTuple):
-    """Numbers of the tokens of several sequences.
-
-    `values`   [S, T], float64; NaN after the end of a sequence
-    `lengths`  the number of tokens of each sequence, [S]
-    `step`     distance of neighbouring numbers at 1 in the type in which they were given
-    """
-
-    values: np.ndarray
-    lengths: np.ndarray
-    step: float
-
-    @property
-    def is_token(self) -> np.ndarray:
-        """Where there is a token, [S, T]."""
-        return np.arange(self.values.shape[1]) < self.lengths[:, None]
-
-
 def gap_of(learner_logp, actor_logp, mask=None, advantages=None, lengths=None, tokens=None) -> Gap:
     """Checks the arrays of a dump, each in any of the three forms.
 
@@ -290,175 +335,159 @@ def gap_of(learner_logp, actor_logp, mask=None, advantages=None, lengths=None, t
     the same tokens.
     """
     lengths = as_lengths(lengths)
-    learner = log_probabilities(LEARNER, learner_logp, lengths)
-    actor = log_probabilities(ACTOR, actor_logp, lengths)
-    check_same_tokens(LEARNER, learner, actor)
-    used = actor.is_token
+    learner, step_of_learner = rows_of(LEARNER, learner_logp, lengths)
+    if not any(len(row) for row in learner):
+        raise ValueError(f"{LEARNER} has no tokens: give at least one token")
+    if len(learner) == 1 and lengths is None:
+        # Packed sequences that are taken for one would hide what differs between them.
+        raise ValueError(
+            f"{LEARNER} is a single row of {len(learner[0]):,} tokens: give lengths, the number of "
+            "tokens of each sequence that is packed in it, or "
+            f"lengths=[{len(learner[0])}] if it is one sequence, in which nothing can be said of "
+            "sequences and positions"
+        )
+    actor, step_of_actor = rows_of(ACTOR, actor_logp, lengths)
+    counts = np.array([len(row) for row in actor])
+    learner = padded(LEARNER, learner, counts)
+    actor = padded(ACTOR, actor, counts)
+    is_token = np.arange(counts.max()) < counts[:, None]
+    is_used = is_token
     if mask is not None:
-        values = padded("mask", mask, lengths, "biuf", BINARY, actor).values
-        check("mask", values, used & (values != 0) & (values != 1), BINARY)
-        used = values == 1
-    if not used.any():
+        values = padded("mask", rows_of("mask", mask, lengths)[0], counts)
+        check("mask", values, is_token & (values != 0) & (values != 1))
+        is_used = values == 1
+    if not is_used.any():
         raise ValueError("mask is False everywhere: give at least one token that counts")
-    check_log_probabilities(LEARNER, learner, used)
-    check_log_probabilities(ACTOR, actor, used)
+    check_log_probabilities(LEARNER, learner, is_used, step_of_learner)
+    check_log_probabilities(ACTOR, actor, is_used, step_of_actor)
     if advantages is not None:
-        advantages = as_advantages(advantages, used, actor, lengths)
+        values = padded(
+            "advantages", rows_of_advantages(advantages, counts, is_used, lengths), counts
+        )
+        check("advantages", values, is_used & ~np.isfinite(values), "give finite numbers")
+        advantages = np.where(is_used, values, 0.0)
     if tokens is not None:
-        values = padded(TOKENS, tokens, lengths, "iuf", WHOLE_NUMBERS, actor).values
-        check(TOKENS, values, actor.is_token & (values != np.floor(values)), WHOLE_NUMBERS)
-        tokens = np.where(actor.is_token, values, 0.0)
+        values = padded("tokens", rows_of("tokens", tokens, lengths)[0], counts)
+        check("tokens", values, is_token & (values != np.floor(values)))
+        tokens = np.where(is_token, values, 0.0)
     return Gap(
-        np.where(used, learner.values, 0.0),
-        np.where(used, actor.values, 0.0),
-        used,
-        max(learner.step, actor.step, 2.0**-23),  # policies compute in float32 at best
+        np.where(is_used, learner, 0.0),
+        np.where(is_used, actor, 0.0),
+        is_used,
+        max(step_of_learner, step_of_actor, 2.0**-23),  # policies compute in float32 at best
         advantages,
         tokens,
     )
 
 
-def log_probabilities(name: str, x, lengths: np.ndarray | None) -> Padded:
-    """Log-probabilities in any of the three forms.
-
-    A single row is taken only with `lengths`: packed sequences that are taken for one would hide
-    what differs between them.
-    """
-    given = padded(name, x, lengths, "f", FLOATS)
-    tokens = given.values.shape[1]
-    if len(given.values) == 1 and lengths is None:
-        raise ValueError(
-            f"{name} is a single row of {tokens:,} tokens: give lengths, the number of tokens of "
-            f"each sequence that is packed in it, or lengths=[{tokens}] if it is one sequence, in "
-            "which nothing can be said of sequences and positions"
-        )
-    return given
-
-
-def as_advantages(x, used: np.ndarray, like: Padded, lengths: np.ndarray | None) -> np.ndarray:
-    """The advantage of each token, [S, T]; 0 where `used` is False.
+def rows_of_advantages(
+    x, counts: np.ndarray, is_used: np.ndarray, lengths: np.ndarray | None
+) -> list[np.ndarray]:
+    """The advantage of each token of each sequence.
 
     They are given for each sequence, [S] or [S, 1], or for each token in any of the three forms.
     """
     x = opened(x)
-    if like.lengths.max() > 1 and depth_of(x) == 2 and all(len(row) == 1 for row in x):
+    if counts.max() > 1 and depth_of(x) == 2 and all(len(row) == 1 for row in x):
         x = [row[0] for row in x]
-    if not is_list_of_rows(x):
-        values, _ = array_of("advantages", x, "fiu", NUMBERS)
-        of_tokens = used.shape if lengths is None else (int(like.lengths.sum()),)
-        if values.shape == (len(used),):
-            check("advantages", values, used.any(1) & ~np.isfinite(values), "give finite numbers")
-            return np.where(used, values[:, None], 0.0)
-        if values.ndim < 2 and values.shape != of_tokens:
+    if depth_of(x) < 2:
+        values, _ = array_of("advantages", x)
+        of_tokens = (len(counts), int(counts.max())) if lengths is None else (int(counts.sum()),)
+        if values.shape == counts.shape:
+            is_wrong = is_used.any(1) & ~np.isfinite(values)
+            check("advantages", values, is_wrong, "give finite numbers")
+            return np.split(np.repeat(values, counts), np.cumsum(counts)[:-1])
+        if values.shape != of_tokens:
             raise ValueError(
-                f"advantages has the shape {values.shape}: give ({len(used)},), one for each "
+                f"advantages has the shape {values.shape}: give ({len(counts)},), one for each "
                 f"sequence, or {of_tokens}"
             )
-    values = padded("advantages", x, lengths, "fiu", NUMBERS, like).values
-    check("advantages", values, used & ~np.isfinite(values), "give finite numbers")
-    return np.where(used, values, 0.0)
+    return rows_of("advantages", x, lengths)[0]
 
 
 def as_lengths(lengths) -> np.ndarray | None:
     """The number of tokens of each packed sequence, as whole numbers."""
     if lengths is None:
         return None
-    array, _ = array_of("lengths", lengths, "iuf", WHOLE)
+    array, _ = array_of("lengths", lengths)
     if array.ndim != 1 or not len(array):
         raise ValueError(f"lengths has the shape {array.shape}: give [sequences]")
     is_whole = (array >= 0) & (array == np.floor(array)) & (array < 2**53)
-    check("lengths", array, ~is_whole, WHOLE)
+    check("lengths", array, ~is_whole)
     return array.astype(np.int64)
 
 
-def check(name: str, values: np.ndarray, is_wrong: np.ndarray, fix: str) -> None:
+def check(role: str, values: np.ndarray, is_wrong: np.ndarray, fix: str = "") -> None:
     """Raises ValueError for the first number that is wrong."""
     if is_wrong.any():
         place = np.argwhere(is_wrong)[0].tolist()
-        raise ValueError(f"{name} is {values[tuple(place)]:.6g} at {place}: {fix}")
+        value = values[tuple(place)]
+        raise ValueError(f"{role} is {value:.6g} at {place}: {fix or KINDS[role][1]}")
 
 
-def check_same_tokens(name: str, given: Padded, like: Padded) -> None:
-    """Raises ValueError unless there are the same sequences, with as many tokens each."""
-    if len(given.lengths) != len(like.lengths):
-        raise ValueError(
-            f"{name} has {len(given.lengths):,} sequences, and actor_logp has "
-            f"{len(like.lengths):,}: give {name} of the same tokens"
-        )
-    differs = given.lengths != like.lengths
-    if differs.any():
-        i = int(differs.argmax())
-        raise ValueError(
-            f"{name} has {given.lengths[i]:,} tokens in sequence {i}, and actor_logp has "
-            f"{like.lengths[i]:,}: give {name} of the same tokens"
-        )
-
-
-def check_log_probabilities(name: str, given: Padded, used: np.ndarray) -> None:
+def check_log_probabilities(
+    role: str, values: np.ndarray, is_used: np.ndarray, step: float
+) -> None:
     """Raises ValueError if a number cannot be the log-probability of a sampled token."""
-    most = 1e-3 if given.step > COARSE else 1e-5  # so far above 0 may rounding bring it
+    most = 1e-3 if step > COARSE else 1e-5  # so far above 0 may rounding bring it
     # A token with a log-probability below -1e4 was not sampled. NaN is not possible either.
-    is_possible = (given.values <= most) & (given.values >= -1e4)
-    is_wrong = used & ~is_possible
+    is_wrong = is_used & ~((values <= most) & (values >= -1e4))
     fix = "mask fillers and other tokens that do not count"
-    if (used & (given.values > most)).any():
+    if (is_used & (values > most)).any():
         fix = "give logarithms of probabilities, which are at most 0, and mask fillers"
     if is_wrong.sum() > 1:
-        fix += f" ({is_wrong.sum():,} of {used.sum():,} tokens are impossible)"
-    check(name, given.values, is_wrong, fix)
+        fix += f" ({is_wrong.sum():,} of {is_used.sum():,} tokens are impossible)"
+    check(role, values, is_wrong, fix)
 
 
 # The three forms
 
 
-def padded(
-    name: str, x, lengths: np.ndarray | None, kinds: str, fix: str, like: Padded | None = None
-) -> Padded:
-    """The numbers of all sequences as one array, of the same tokens as `like`."""
-    rows, step = rows_of(name, x, lengths, kinds, fix)
-    counts = np.array([len(row) for row in rows], dtype=np.int64)
-    if not counts.any():
-        raise ValueError(f"{name} has no tokens: give at least one token")
+def padded(role: str, rows: list[np.ndarray], counts: np.ndarray) -> np.ndarray:
+    """The rows as one array [S, T], with NaN after the end of each.
+
+    Raises ValueError unless there are as many tokens in each as `counts`, [S], the actor's.
+    """
+    if len(rows) != len(counts):
+        raise ValueError(
+            f"{role} has {len(rows):,} sequences, and actor_logp has {len(counts):,}: give {role} "
+            "of the same tokens"
+        )
     values = np.full((len(rows), counts.max()), math.nan)
     for i, row in enumerate(rows):
+        if len(row) != counts[i]:
+            raise ValueError(
+                f"{role} has {len(row):,} tokens in sequence {i}, and actor_logp has "
+                f"{counts[i]:,}: give {role} of the same tokens"
+            )
         values[i, : len(row)] = row
-    given = Padded(values, counts, step)
-    if like is not None:
-        check_same_tokens(name, given, like)
-    return given
+    return values
 
 
-def rows_of(
-    name: str, x, lengths: np.ndarray | None, kinds: str, fix: str
-) -> tuple[list[np.ndarray], float]:
-    """The numbers of each sequence, as float64, and the step of their type.
-
-    `kinds` are the kinds of NumPy's types that `name` may have. `fix` is said of all others.
-    """
+def rows_of(role: str, x, lengths: np.ndarray | None) -> tuple[list[np.ndarray], float]:
+    """The numbers of each sequence, as float64, and the step of their type."""
     x = opened(x)
-    if is_list_of_rows(x):
-        pairs = [array_of(f"{name}[{i}]", row, kinds, fix) for i, row in enumerate(x)]
+    if isinstance(x, list | tuple) and depth_of(x) == 2:
+        pairs = [array_of(role, row, f"{role}[{i}]") for i, row in enumerate(x)]
         rows = [row for row, _ in pairs]
         step = max(step for _, step in pairs)
         for i, row in enumerate(rows):
             if row.ndim != 1:
-                raise ValueError(f"{name}[{i}] has the shape {row.shape}: give [tokens]")
+                raise ValueError(f"{role}[{i}] has the shape {row.shape}: give [tokens]")
     else:
-        array, step = array_of(name, x, kinds, fix)
+        array, step = array_of(role, x)
         if array.ndim not in (1, 2):
-            raise ValueError(f"{name} has the shape {array.shape}: give [sequences, tokens]")
-        rows = [array] if array.ndim == 1 else list(array)
+            raise ValueError(f"{role} has the shape {array.shape}: give [sequences, tokens]")
+        rows = list(np.atleast_2d(array))
         if len(rows) > 1 and lengths is not None:
             raise ValueError(
-                f"lengths is given, but {name} has the shape {array.shape}: lengths is for packed "
+                f"lengths is given, but {role} has the shape {array.shape}: lengths is for packed "
                 "rows, [tokens]; for [sequences, tokens] give a mask"
             )
-    if lengths is None:
-        return rows, step
-    if len(rows) == 1:
-        return unpacked(name, rows[0], lengths), step
-    if [len(row) for row in rows] != lengths.tolist():
-        raise ValueError(f"lengths differs from the lengths of the lists in {name}: leave it out")
+    if lengths is not None and len(rows) == 1:
+        rows = unpacked(role, rows[0], lengths)
+    elif lengths is not None and [len(row) for row in rows] != lengths.tolist():
+        raise ValueError(f"lengths differs from the lengths of the lists in {role}: leave it out")
     return rows, step
 
 
@@ -472,18 +501,21 @@ def opened(x):
     return list(array) if array.dtype == object and array.ndim == 1 else array
 
 
-def is_list_of_rows(x) -> bool:
-    """Whether `x` is a list that holds a list, an array or a tensor for each sequence."""
-    if not isinstance(x, list | tuple):
-        return False
-    return any(isinstance(row, list | tuple) or getattr(row, "ndim", 0) > 0 for row in x)
+def depth_of(x) -> int:
+    """0 of a number, 1 of a row of numbers, 2 of a list of rows or an array [sequences, tokens]."""
+    if isinstance(x, list | tuple):
+        return 1 + any(isinstance(row, list | tuple) or getattr(row, "ndim", 0) > 0 for row in x)
+    return np.ndim(x)
 
 
-def array_of(name: str, x, kinds: str, fix: str) -> tuple[np.ndarray, float]:
+def array_of(role: str, x, name: str = "") -> tuple[np.ndarray, float]:
     """An array as float64, and the distance of its type's numbers at 1.
 
-    Lists may also hold whole numbers, and None where there is no number.
+    Lists may also hold whole numbers, and None where there is no number. `name` is that of the
+    array in messages, if it is not `role`.
     """
+    kinds, fix = KINDS[role]
+    name = name or role
     step = 0.0
     try:
         if isinstance(x, torch.Tensor):

@@ -9,6 +9,13 @@ gap looks like rounding or like a bug.
 Tokens are sampled from mu, so all means here are means over mu. If mu can sample every token that
 pi can, the mean of the ratios pi / mu is 1. So the spread of the ratios is taken about 1.
 
+A sequence's weight is the product of its tokens' ratios. One sequence of N tokens is worth about
+p^N sequences of pi, where p = 1 / (1 + E[(ratio - 1)^2]) is the worth of a token. The horizon
+H = ln 0.9 / ln p is the length at which a sequence is worth 0.9. Where ratios go together along a
+sequence, for example because all of them are a little too low, sequences lose more than p^N says.
+Then the horizon is measured on products of the ratios of neighbouring tokens, with the same formula
+for the product of L ratios, times L.
+
 The estimators k1 and k3 of the divergence KL(mu || pi) are those of Schulman (2020), "Approximating
 KL divergence".
 """
@@ -20,25 +27,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .dump import COARSE, arrays_of, gap_of
-from .gap import KEPT, LARGEST, Gap, Horizon, amount, kish, ratio_in_line
-from .rules import StackShare, caps_line, stack_shares, stack_table
+from .dump import COARSE, LARGEST, TINY, Gap, arrays_of, gap_of
+from .rules import RULES, StackShare, caps_line, kish, stack_table
 from .symptoms import (
     BITS_LEFT,
     FEW_SEQUENCES,
     FEW_TOKENS,
-    OTHER_LABELS,
+    Aligned,
     Seen,
     bits_of,
-    robust_bits,
+    ratio_in_line,
+    standard_error,
     symptoms_of,
     without_fillers,
 )
-
-MANY_ZEROS = 0.05  # share of tokens
-MOST_ERROR = 1.05  # of token_mult_prob_error; the tests of NeMo-RL ask for less
-DIGITS = 9  # of a number in JSON
-LONG = re.compile(r"\d{10,}\.0\b")  # a number in JSON that an exponent makes shorter
 
 # What a kind of bug means, and what to do about it where that is sure. Otherwise what to look at.
 MEANING = {
@@ -85,13 +87,9 @@ LEADING = {
     "stale": (),
     "repetition": ("beginning", "last token"),
 }
-# Kinds of bugs that are larger in some sequences or at some positions, and those that have a start.
-OF_PLACES = ("padding", "template", "beginning", "last token", "trend")
+# Kinds of bugs that have a start.
 STARTS = ("beginning", "template")
 NEARLY_SEEN = 0.8  # of the limit
-MUCH_STRONGER = 2.0  # by what factor a heavy tail must exceed its limit further than others theirs
-# These say that something is wrong, the other kinds say what.
-VAGUE = ("mean ratio", "heavy tail", "precision", "other")
 
 
 class MismatchReport(NamedTuple):
@@ -114,7 +112,7 @@ class MismatchReport(NamedTuple):
     `sequence_sample_size`  the same for the ratios of whole sequences; NaN for a single sequence
     `horizon`, `horizon_low`, `horizon_high`, `token_horizon`
                             H in tokens, its 95% interval, and what it would be of independent
-                            tokens (gap.py)
+                            tokens
     `horizons`              the mean length of sequences in horizons
     `kl_k1`, `kl_k3`        two estimates of KL(mu || pi) per token, in nats
     `mean_ratio`            mean of the tokens' ratios
@@ -188,42 +186,37 @@ class MismatchReport(NamedTuple):
     def headline(self) -> list[str]:
         """The verdict, and lines that explain it."""
         bits = f"arithmetic with about {max(self.bits, 0):.1f} bits of mantissa makes such a gap"
-        if self.verdict == "exact":
-            return ["exact: both policies give the same log-probabilities"]
-        if self.verdict == "not judged":
-            return [
+        lines = {
+            "exact": ["exact: both policies give the same log-probabilities"],
+            "not judged": [
                 f"not judged: {self.tokens} tokens are too few to tell rounding from a bug; "
                 f"give at least {FEW_TOKENS}"
-            ]
-        if self.verdict == "rounding":
-            lines = [f"rounding: no symptom of a bug; {bits}"]
-            if not self.has_advantages:
-                lines.append("  give advantages, too, to tell old weights from rounding")
-            return lines
-        if self.verdict == "rounding or bug":
-            return [
+            ],
+            "rounding": [f"rounding: no symptom of a bug; {bits}"],
+            "rounding or bug": [
                 f"rounding or bug: no symptom, but {bits}",
                 "  4-bit weights, a cache of 2 bits and FP8 in many layers do this; so do old "
                 "weights, weights that were not sent, dropout and another rope_theta",
                 "  say what both programs compute in, as in --precision bf16"
                 + ("" if self.has_advantages else ", and give advantages"),
-            ]
-        lines = []
+            ],
+            "bug": [],
+        }[self.verdict]
+        if self.verdict == "rounding" and not self.has_advantages:
+            lines.append("  give advantages, too, to tell old weights from rounding")
         for kind in self.causes:
             lines.append(f"{'also' if lines else 'bug'} ({kind}): {MEANING[kind]}")
             least = NEARLY_SEEN if kind in STARTS else 1.0
             of_kind = [x for x in self.symptoms if x.kind == kind and x.excess > least]
-            lines += [f"  {line_of(symptom)}" for symptom in of_kind]
+            lines += [symptom.line for symptom in of_kind]
         others = [x for x in self.symptoms if x.is_seen and x.kind not in self.causes]
-        lines += [f"  {line_of(symptom)}" for symptom in others]
-        return lines
+        return lines + [symptom.line for symptom in others]
 
     def numbers(self) -> list[str]:
         """Lines with the numbers of the report."""
         interval = ""
         if math.isfinite(self.horizon_low):
-            low, high = amount(self.horizon_low), amount(self.horizon_high)
-            interval = f" (95% interval {low} to {high})"
+            interval = f" (95% interval {amount(self.horizon_low)} to {amount(self.horizon_high)})"
         together = ""
         if self.horizon != self.token_horizon:
             together = "; here ratios go together along a sequence"
@@ -236,7 +229,7 @@ class MismatchReport(NamedTuple):
             )
         return [
             f"horizon: {amount(self.horizon)} tokens{interval}, after which the weights of "
-            f"sequences have an effective sample size of {KEPT:g}",
+            "sequences have an effective sample size of 0.9",
             f"  if tokens were independent: {amount(self.token_horizon)}{together}",
             f"lengths: sequences of {self.mean_length:,.1f} tokens are {amount(self.horizons)} "
             "horizons long",
@@ -261,7 +254,7 @@ class MismatchReport(NamedTuple):
         return stack_table(self.stacks)
 
     def to_json(self) -> str:
-        """The report as a JSON object of all fields, in numbers of DIGITS digits.
+        """The report as a JSON object of all fields, in numbers of 9 digits.
 
         NaN and infinity become null.
         """
@@ -271,18 +264,20 @@ class MismatchReport(NamedTuple):
         # NaN and infinity are names in Python's JSON.
         rounded = json.loads(
             json.dumps(fields),
-            parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"),
+            parse_float=lambda number: float(f"{float(number):.9g}"),
             parse_constant=lambda name: None,
         )
-        text = json.dumps(rounded, indent=2)
-        return LONG.sub(lambda number: f"{float(number[0]):.{DIGITS}g}", text)
+        # An exponent makes long numbers shorter.
+        return re.sub(
+            r"\d{10,}\.0\b",
+            lambda number: f"{float(number[0]):.9g}",
+            json.dumps(rounded, indent=2),
+        )
 
 
-def line_of(symptom: Seen) -> str:
-    """What a symptom says, and how much of the gap it explains."""
-    if not symptom.share > 0.005:  # or NaN
-        return symptom.says
-    return f"{symptom.says.removesuffix('.')}; explains {symptom.share:.0%} of the squared gap"
+def amount(x: float) -> str:
+    """A positive number in a line, without decimals from 10 up, and with an exponent if huge."""
+    return f"{x:,.0f}" if 10 <= x < 1e9 else f"{x:.2g}"
 
 
 def mismatch(
@@ -350,12 +345,13 @@ def mismatch(
     rest, fillers = without_fillers(gap)
     symptoms = symptoms_of(rest, precision)
     verdict, causes = judge(rest, symptoms)
-    if verdict == "rounding" and precision is None and has_few_bits(rest):
-        verdict = "rounding or bug"
+    if verdict == "rounding" and precision is None:
+        # Arithmetic of 16 bits leaves more than 4 bits of mantissa, and FP8 mostly does. Log ratios
+        # below 0.05 hardly matter, whatever made them.
+        if np.abs(rest.flat.log_ratio).mean() > 0.05 and bits_of(rest, is_robust=True) < 4:
+            verdict = "rounding or bug"
     numbers = numbers_of(gap, float(clip))
-    notes = notes_on(gap, numbers["token_mult_prob_error"])
-    if "mask" not in arrays and (fillers or share_of_zeros(gap) > MANY_ZEROS):
-        notes.append("note: there is no mask. Give a mask: padding and tool tokens out.")
+    notes = notes_on(gap, numbers["token_mult_prob_error"], "mask" in arrays, fillers is not None)
     if fillers:
         notes.append(note_on_others(verdict, causes, rest))
         verdict = "bug"
@@ -384,7 +380,7 @@ def numbers_of(gap: Gap, clip: float) -> dict:
     is_used = gap.mask.any(1)
     by_sequence = gap.log_ratio.sum(1)[is_used]
     mean_length = float(gap.mask.sum(1)[is_used].mean())
-    horizon = Horizon.of(gap)
+    horizons = horizons_of(Aligned.of(gap))
     above, below, dropped = clipped_shares(gap, clip)
     probs_difference = np.abs(learner_probs - actor_probs)
     return {
@@ -396,15 +392,12 @@ def numbers_of(gap: Gap, clip: float) -> dict:
         "sequence_sample_size": (
             kish(np.exp(by_sequence - by_sequence.max())) if gap.sequences > 1 else math.nan
         ),
-        "horizon": horizon.tokens,
-        "horizon_low": horizon.low,
-        "horizon_high": horizon.high,
-        "token_horizon": horizon.of_tokens,
-        "horizons": mean_length / horizon.tokens,
+        **horizons,
+        "horizons": mean_length / horizons["horizon"],
         "kl_k1": float(-log_ratio.mean()),
         "kl_k3": float((excess - log_ratio).mean()),
         "mean_ratio": 1 + float(excess.mean()),
-        "mean_ratio_error": gap.mean_ratio_error,
+        "mean_ratio_error": standard_error(gap.excess, gap.mask),
         "smallest_ratio": 1 + float(excess.min()),
         "largest_ratio": 1 + float(excess.max()),
         "farthest": gap.farthest,
@@ -418,7 +411,7 @@ def numbers_of(gap: Gap, clip: float) -> dict:
         "probs_correlation": pearson(learner_probs, actor_probs),
         "logp_diff_mean": float(np.abs(log_ratio).mean()),
         "logp_diff_max": float(np.abs(log_ratio).max()),
-        "stacks": stack_shares(gap),
+        "stacks": tuple(StackShare.of(*rule, gap) for rule in RULES),
     }
 
 
@@ -445,6 +438,66 @@ def clipped_shares(gap: Gap, clip: float) -> tuple[float, float, float]:
     )
 
 
+# The horizon
+
+
+def horizons_of(gap: Aligned) -> dict[str, float]:
+    """The horizon in tokens, its 95% interval, and what it would be of independent tokens.
+
+    The interval is a bootstrap over sequences; NaN for a single sequence or an infinite horizon.
+    """
+    sums, counts = squares_of(gap, 1)
+    single = horizon_of(1, sums.sum() / counts.sum())
+    length, horizon = 1, single
+    while 2 * length <= min(gap.mask.shape[1], 2 * horizon):
+        longer_sums, longer_counts = squares_of(gap, 2 * length)
+        if longer_counts.sum() < 32:  # the spread of fewer products is chance
+            break
+        length *= 2
+        sums, counts = longer_sums, longer_counts
+        horizon = horizon_of(length, sums.sum() / counts.sum())
+    if horizon * 1.5 >= single:  # ratios hardly go together
+        length, horizon = 1, single
+        sums, counts = squares_of(gap, 1)
+    low, high = math.nan, math.nan
+    sums, counts = sums[counts > 0], counts[counts > 0]
+    if len(counts) > 1 and horizon < math.inf:
+        generator = np.random.default_rng(0)
+        drawn = [generator.integers(len(counts), size=len(counts)) for _ in range(400)]
+        spreads = [sums[i].sum() / counts[i].sum() for i in drawn]
+        high, low = (horizon_of(length, x) for x in np.quantile(spreads, (0.025, 0.975)))
+    return {
+        "horizon": horizon,
+        "horizon_low": low,
+        "horizon_high": high,
+        "token_horizon": single,
+    }
+
+
+def squares_of(gap: Aligned, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ratio - 1)^2 of products of `length` neighbouring ratios.
+
+    Their sum over each sequence, [S], and the number of products that it has, [S].
+    """
+    if length == 1:
+        squares = np.where(gap.mask, np.square(gap.excess), 0.0)
+        return squares.sum(1), gap.lengths
+    until = np.pad(np.cumsum(gap.log_ratio, axis=1), ((0, 0), (1, 0)))
+    starts = np.arange(0, gap.mask.shape[1] - length + 1, length)
+    is_whole = starts + length <= gap.lengths[:, None]  # the sequence has all of these tokens
+    product = until[:, starts + length] - until[:, starts]
+    squares = np.square(np.expm1(np.minimum(product, LARGEST)))
+    return np.where(is_whole, squares, 0.0).sum(1), is_whole.sum(1)
+
+
+def horizon_of(length: int, spread: float) -> float:
+    """The length at which a sequence has an effective sample size of 0.9.
+
+    `spread` is the mean of (ratio - 1)^2, for products of `length` ratios.
+    """
+    return length * (math.log(0.9) / -math.log1p(spread)) if spread > 0 else math.inf
+
+
 # The verdict
 
 
@@ -457,44 +510,30 @@ def judge(gap: Gap, symptoms: list[Seen]) -> tuple[str, list[str]]:
     seen = [symptom for symptom in symptoms if symptom.is_seen]
     if any(symptom.kind in STARTS for symptom in seen):
         # Another prompt makes log-probabilities as unlike as other labels do, but from a place on.
-        seen = [symptom for symptom in seen if symptom.name != OTHER_LABELS]
+        seen = [x for x in seen if x.name != "log-probabilities of other labels"]
     kinds = list(dict.fromkeys(symptom.kind for symptom in seen))
     if not kinds:
         return "rounding", []
     for leading, beside in LEADING.items():
         if leading in kinds:
             return "bug", [leading, *(kind for kind in beside if kind in kinds)]
-    named = [kind for kind in kinds if kind not in VAGUE]
+    # These say that something is wrong, the other kinds say what.
+    vague = [x for x in ("mean ratio", "heavy tail", "precision", "other") if x in kinds]
+    named = [kind for kind in kinds if kind not in vague]
     if not named:
         # That there is a bug is certain, so a weaker symptom is enough to say where it begins.
         starts = [x.kind for x in symptoms if x.kind in STARTS and x.excess > NEARLY_SEEN]
         named = list(dict.fromkeys(starts))
-    if is_mostly_a_tail(symptoms):
+    # Few tokens, here and there, make sequences or positions differ by chance, too. So a heavy tail
+    # must exceed its limit twice as far as others theirs.
+    of_places = ("padding", "template", "beginning", "last token", "trend")
+    tail = max((x.excess for x in symptoms if x.kind == "heavy tail"), default=0.0)
+    places = max((x.excess for x in symptoms if x.kind in of_places), default=0.0)
+    if tail > max(1.0, 2 * places):
         named.insert(0, "heavy tail")
     if len(named) > 1 and "trend" in named:
         named.remove("trend")  # a larger gap at some positions is a trend, too
-    if named:
-        return "bug", named
-    return "bug", [kind for kind in VAGUE if kind in kinds][:1]
-
-
-def is_mostly_a_tail(symptoms: list[Seen]) -> bool:
-    """Whether a heavy tail, here and there, is by far the strongest symptom of place.
-
-    Then the few tokens make sequences or positions differ by chance, too.
-    """
-    tails = [symptom.excess for symptom in symptoms if symptom.kind == "heavy tail"]
-    others = [symptom.excess for symptom in symptoms if symptom.kind in OF_PLACES]
-    return max(tails, default=0.0) > max(1.0, MUCH_STRONGER * max(others, default=0.0))
-
-
-def has_few_bits(gap: Gap) -> bool:
-    """Whether the gap is larger than arithmetic in common use makes it.
-
-    Arithmetic of 16 bits leaves more than 4 bits of mantissa, and FP8 mostly does. Log ratios below
-    0.05 hardly matter, whatever made them.
-    """
-    return np.abs(gap.flat.log_ratio).mean() > 0.05 and robust_bits(gap) < 4
+    return "bug", named or vague[:1]
 
 
 def note_on_others(verdict: str, causes: list[str], gap: Gap) -> str:
@@ -502,47 +541,46 @@ def note_on_others(verdict: str, causes: list[str], gap: Gap) -> str:
     if not gap.mask.any():
         return "note: no other tokens are left to judge"
     bits = f"{max(bits_of(gap), 0):.1f} bits"
-    says = f": {verdict}"
+    says = {
+        "rounding": f", and they look like rounding to {bits}",
+        "rounding or bug": f", with a gap as of {bits}: rounding or a bug",
+    }.get(verdict, f": {verdict}")
     if verdict == "bug":
         says = f", and they have a bug ({causes[0]}): {MEANING[causes[0]]}"
-    elif verdict == "rounding":
-        says = f", and they look like rounding to {bits}"
-    elif verdict == "rounding or bug":
-        says = f", with a gap as of {bits}: rounding or a bug"
     return f"note: without these tokens, {gap.mask.sum():,} are left{says}"
 
 
-def share_of_zeros(gap: Gap) -> float:
-    """The share of the tokens at which both log-probabilities are exactly 0."""
-    return float(((gap.flat.learner == 0) & (gap.flat.actor == 0)).mean())
-
-
-def notes_on(gap: Gap, error: float) -> list[str]:
+def notes_on(gap: Gap, error: float, has_mask: bool, has_fillers: bool) -> list[str]:
     """Lines that say what limits the numbers of the report. `error` is token_mult_prob_error."""
-    notes = []
-    if error > MOST_ERROR:
-        notes.append(
-            f"alarm: token_mult_prob_error is {ratio_in_line(error)}, above the limit of "
-            f"{MOST_ERROR:g} (NeMo-RL's tests ask for less)"
-        )
-    if gap.sequences == 1:
-        notes.append("note: of one sequence there is no sample size of sequences")
-    elif gap.sequences < FEW_SEQUENCES:
-        notes.append(
-            f"note: sequences and positions are compared with {FEW_SEQUENCES} sequences or more"
-        )
-    share = share_of_zeros(gap)
-    if share > MANY_ZEROS:
-        notes.append(
-            f"note: both log-probabilities are exactly 0 at {share:.0%} of the tokens. If these "
-            "are fillers, mask them: they make the gap look smaller."
-        )
+    zeros = float(((gap.flat.learner == 0) & (gap.flat.actor == 0)).mean())
+    has_zeros = zeros > 0.05
     largest = float(-gap.actor.min())
-    if gap.step > COARSE and largest > 0:
-        step = gap.step * 2.0 ** math.floor(math.log2(largest))
-        notes.append(
+    step = gap.step * 2.0 ** math.floor(math.log2(max(largest, TINY)))
+    notes = (
+        (
+            error > 1.05,
+            f"alarm: token_mult_prob_error is {ratio_in_line(error)}, above the limit of 1.05 "
+            "(NeMo-RL's tests ask for less)",
+        ),
+        (gap.sequences == 1, "note: of one sequence there is no sample size of sequences"),
+        (
+            1 < gap.sequences < FEW_SEQUENCES,
+            f"note: sequences and positions are compared with {FEW_SEQUENCES} sequences or more",
+        ),
+        (
+            has_zeros,
+            f"note: both log-probabilities are exactly 0 at {zeros:.0%} of the tokens. If these "
+            "are fillers, mask them: they make the gap look smaller.",
+        ),
+        (
+            gap.step > COARSE and largest > 0,
             f"note: the file's type has steps of {step:.2g} near a log-probability of "
             f"{-largest:.1f}. A gap of that size is the file's, so the horizon is a lower bound. "
-            "Save float32."
-        )
-    return notes
+            "Save float32.",
+        ),
+        (
+            not has_mask and (has_fillers or has_zeros),
+            "note: there is no mask. Give a mask: padding and tool tokens out.",
+        ),
+    )
+    return [note for is_true, note in notes if is_true]

@@ -12,41 +12,29 @@ their product is 14,000.
 """
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from .gap import LARGEST, Gap, kish
-
-# What a bound is compared with, or what a token is weighed by.
-NONE = "none"
-TOKEN = "ratio"
-PRODUCT = "product of ratios"  # over the tokens of the sequence that count
-MEAN = "geometric mean of ratios"
-# What happens beyond a bound.
-DROP = "drop"
-TRUNCATE = "truncate"
-TIE = 1e-9  # by which the logarithm of a ratio that is a bound may miss that of the bound
-CLIP = "clip"  # as PPO's: the gradient is 0 beyond the bound on the side of the advantage
+from .dump import LARGEST, Gap
 
 
 class Rule(NamedTuple):
     """What a stack does to the tokens of a dump, with some setting.
 
-    `stack`, `setting`  in the words of the stack
-    `weight`            what a token is weighed by: NONE, TOKEN, PRODUCT or MEAN
-    `gate`              what the bounds are compared with, the same
-    `action`            what happens beyond a bound: DROP, TRUNCATE, CLIP or NONE
-    `lower`, `upper`    the bounds
-    `dual`              of a clip: above it, tokens of negative advantage have no gradient either
+    `weight`          what a token is weighed by: its ratio, the product of its sequence's ratios,
+                      or their geometric mean
+    `gate`            what the bounds are compared with, the same
+    `action`          what happens beyond a bound. "clip" is PPO's: the gradient is 0 beyond the
+                      bound on the side of the advantage
+    `lower`, `upper`  the bounds
+    `dual`            of a clip: above it, tokens of negative advantage have no gradient either
     """
 
-    stack: str = ""
-    setting: str = ""
-    weight: str = NONE
-    gate: str = NONE
-    action: str = NONE
+    weight: Literal["none", "token", "product", "mean"] = "none"
+    gate: Literal["none", "token", "product", "mean"] = "none"
+    action: Literal["none", "drop", "truncate", "clip"] = "none"
     lower: float = 0.0
     upper: float = math.inf
     dual: float = math.inf
@@ -63,33 +51,34 @@ VERSIONS = {
     "areal": "AReaL 1.0.4",
     "nemo-rl": "NeMo-RL 0.7.0",
 }
-# The first row of a stack is its default.
-RULES = (
-    Rule("trl", "use_vllm=True", PRODUCT, PRODUCT, DROP, upper=3.0),
-    Rule("trl", "vllm_importance_sampling_correction=False"),
-    Rule("verl", "rollout_correction.rollout_is=null"),
-    Rule("verl", "rollout_is=token", TOKEN, TOKEN, TRUNCATE, upper=2.0),
-    Rule("verl", "rollout_is=sequence", PRODUCT, PRODUCT, TRUNCATE, upper=2.0),
-    Rule("trl-async", "epsilon=0.2", TOKEN, TOKEN, CLIP, 0.8, 1.2),
-    Rule("verl-async", "rollout_correction.bypass_mode=true", TOKEN, TOKEN, CLIP, 0.8, 1.2, 3.0),
-    Rule("verl-async", "bypass_mode=false"),
-    Rule("openrlhf", "is_correction_level=off"),
-    Rule("openrlhf", "is_correction_level=token", TOKEN, TOKEN, DROP, 0.5, 5.0),
-    Rule("openrlhf", "is_correction_level=seq", TOKEN, MEAN, DROP, 0.5, 5.0),
-    Rule("openrlhf", "is_correction_level=token, mode=clip", TOKEN, TOKEN, TRUNCATE, 0.5, 5.0),
-    Rule("areal", "use_decoupled_loss=False, eps_clip=0.2", TOKEN, TOKEN, CLIP, 0.8, 1.2),
-    Rule("areal", "use_decoupled_loss=True"),
-    Rule("areal", "decoupled, rejection_sampling", TOKEN, TOKEN, DROP, upper=5.0),
-    Rule("areal", "the same, rejection_sampling.level=sequence", MEAN, MEAN, DROP, upper=5.0),
-    Rule("nemo-rl", "use_importance_sampling_correction=false"),
-    Rule("nemo-rl", "use_importance_sampling_correction=true", TOKEN),
-    Rule("nemo-rl", "prorlv2.v2.yaml: icepop", TOKEN, TOKEN, DROP, 0.5, 5.0),
-)
-
-
-def rule_of(stack: str, setting: str) -> Rule:
-    (rule,) = (x for x in RULES if (x.stack, x.setting) == (stack, setting))
-    return rule
+# By the name of a stack and its setting, in its words. The first row of a stack is its default.
+RULES = {
+    ("trl", "use_vllm=True"): Rule("product", "product", "drop", upper=3.0),
+    ("trl", "vllm_importance_sampling_correction=False"): Rule(),
+    ("verl", "rollout_correction.rollout_is=null"): Rule(),
+    ("verl", "rollout_is=token"): Rule("token", "token", "truncate", upper=2.0),
+    ("verl", "rollout_is=sequence"): Rule("product", "product", "truncate", upper=2.0),
+    ("trl-async", "epsilon=0.2"): Rule("token", "token", "clip", 0.8, 1.2),
+    ("verl-async", "rollout_correction.bypass_mode=true"): Rule(
+        "token", "token", "clip", 0.8, 1.2, 3.0
+    ),
+    ("verl-async", "bypass_mode=false"): Rule(),
+    ("openrlhf", "is_correction_level=off"): Rule(),
+    ("openrlhf", "is_correction_level=token"): Rule("token", "token", "drop", 0.5, 5.0),
+    ("openrlhf", "is_correction_level=seq"): Rule("token", "mean", "drop", 0.5, 5.0),
+    ("openrlhf", "is_correction_level=token, mode=clip"): Rule(
+        "token", "token", "truncate", 0.5, 5.0
+    ),
+    ("areal", "use_decoupled_loss=False, eps_clip=0.2"): Rule("token", "token", "clip", 0.8, 1.2),
+    ("areal", "use_decoupled_loss=True"): Rule(),
+    ("areal", "decoupled, rejection_sampling"): Rule("token", "token", "drop", upper=5.0),
+    ("areal", "the same, rejection_sampling.level=sequence"): Rule(
+        "mean", "mean", "drop", upper=5.0
+    ),
+    ("nemo-rl", "use_importance_sampling_correction=false"): Rule(),
+    ("nemo-rl", "use_importance_sampling_correction=true"): Rule("token"),
+    ("nemo-rl", "prorlv2.v2.yaml: icepop"): Rule("token", "token", "drop", 0.5, 5.0),
+}
 
 
 def weigh(
@@ -109,30 +98,41 @@ def weigh(
     total = log_ratio.sum(dim, keepdim=True)
     count = log_ratio.shape[dim] if counts is None else counts
     statistic = {
-        NONE: torch.zeros_like(log_ratio),
-        TOKEN: log_ratio,
-        PRODUCT: total.expand_as(log_ratio),
-        MEAN: (total / count).expand_as(log_ratio),
+        "none": torch.zeros_like(log_ratio),
+        "token": log_ratio,
+        "product": total.expand_as(log_ratio),
+        "mean": (total / count).expand_as(log_ratio),
     }
     weight = statistic[rule.weight].clamp(-LARGEST, LARGEST).exp()
     gate = statistic[rule.gate]
-    is_above = gate > math.log(rule.upper) + TIE
-    is_below = gate < (math.log(rule.lower) if rule.lower > 0 else -math.inf) - TIE
+    tie = 1e-9  # by which the logarithm of a ratio that is a bound may miss that of the bound
+    is_above = gate > math.log(rule.upper) + tie
+    is_below = gate < (math.log(rule.lower) if rule.lower > 0 else -math.inf) - tie
+    is_outside = is_above | is_below
     nothing = torch.zeros_like(is_above)
-    is_dropped = nothing
-    is_truncated = nothing
-    if rule.action == DROP:
-        is_dropped = is_above | is_below
-    elif rule.action == TRUNCATE:
-        is_truncated = is_above | is_below
+    is_dropped = is_outside if rule.action == "drop" else nothing
+    is_truncated = is_outside if rule.action == "truncate" else nothing
+    if rule.action == "truncate":
         weight = weight.clamp(rule.lower, rule.upper)
-    elif rule.action == CLIP and advantage is not None:
-        is_beyond = is_below | (gate > math.log(rule.dual) + TIE)
+    if rule.action == "clip" and advantage is not None:
+        is_beyond = is_below | (gate > math.log(rule.dual) + tie)
         is_dropped = (is_above & (advantage > 0)) | (is_beyond & (advantage < 0))
     return torch.where(is_dropped, 0, weight), is_dropped, is_truncated
 
 
 # What the rules do to a dump
+
+
+def kish(weights: np.ndarray) -> float:
+    """(sum w)^2 / (n sum w^2), Kish's effective sample size of n weights as a share of n.
+
+    NaN if all weights are 0.
+    """
+    largest = weights.max()
+    if largest == 0:
+        return math.nan
+    weights = weights / largest  # the square of a huge weight overflows
+    return float(weights.sum() ** 2 / (len(weights) * np.square(weights).sum()))
 
 
 class StackShare(NamedTuple):
@@ -158,30 +158,26 @@ class StackShare(NamedTuple):
     sample_size: float
 
     @classmethod
-    def of(cls, rule: Rule, gap: Gap) -> "StackShare":
+    def of(cls, stack: str, setting: str, gap: Gap) -> "StackShare":
+        rule = RULES[stack, setting]
         log_ratio = torch.from_numpy(gap.log_ratio)
         counts = torch.from_numpy(gap.mask.sum(1, keepdims=True)).clamp(min=1)
         advantages = None if gap.advantages is None else torch.from_numpy(gap.advantages)
         arrays = weigh(rule, log_ratio, advantages, 1, counts)
         weight, is_dropped, is_truncated = (x.numpy() for x in arrays)
-        is_known = rule.action != CLIP or advantages is not None
+        is_known = rule.action != "clip" or advantages is not None
         tokens = gap.mask
         sequences = np.flatnonzero(gap.mask.any(1)), gap.mask.argmax(1)[gap.mask.any(1)]
-        among = tokens if rule.gate in (NONE, TOKEN) else sequences
+        among = tokens if rule.gate in ("none", "token") else sequences
         return cls(
-            stack=rule.stack,
-            setting=rule.setting,
+            stack=stack,
+            setting=setting,
             unit="tokens" if among is tokens else "sequences",
             dropped=float(is_dropped[among].mean()) if is_known else math.nan,
             truncated=float(is_truncated[among].mean()),
             mean_weight=float(weight[tokens].mean()),
-            sample_size=kish(weight[sequences if rule.weight in (PRODUCT, MEAN) else tokens]),
+            sample_size=kish(weight[sequences if rule.weight in ("product", "mean") else tokens]),
         )
-
-
-def stack_shares(gap: Gap) -> tuple[StackShare, ...]:
-    """What each rule of RULES does to a dump."""
-    return tuple(StackShare.of(rule, gap) for rule in RULES)
 
 
 def caps_line(shares: tuple[StackShare, ...]) -> str:
@@ -189,40 +185,32 @@ def caps_line(shares: tuple[StackShare, ...]) -> str:
 
     That is the first of its rules that drops or truncates, with the stack's own numbers.
     """
-    texts = {}
-    for rule, share in zip(RULES, shares, strict=True):
-        if rule.action in (DROP, TRUNCATE) and rule.stack not in texts:
-            lower = f"outside {rule.lower:g} to" if rule.lower > 0 else "above"
-            beyond = share.dropped + share.truncated
-            text = f"{rule.stack} {beyond:.2%} of the {share.unit} ({lower} {rule.upper:g})"
-            texts[rule.stack] = text
-    return f"beyond the caps of stacks: {', '.join(texts.values())}"
+    firsts = {}
+    for share in shares:
+        rule = RULES[share.stack, share.setting]
+        if rule.action in ("drop", "truncate"):
+            firsts.setdefault(share.stack, (rule, share))
+    texts = [
+        f"{stack} {share.dropped + share.truncated:.2%} of the {share.unit} "
+        f"({f'outside {rule.lower:g} to' if rule.lower > 0 else 'above'} {rule.upper:g})"
+        for stack, (rule, share) in firsts.items()
+    ]
+    return f"beyond the caps of stacks: {', '.join(texts)}"
 
 
 def stack_table(shares: tuple[StackShare, ...]) -> str:
     """A line for each rule. The first one of a stack is its default."""
-    head = "stack", "setting", "drops", "truncates", "of the", "mean weight", "sample size left"
-    rows = [head]
+    rows = [("stack", "setting", "drops", "truncates", "of the", "mean weight", "sample size left")]
     for share in shares:
         stack = VERSIONS[share.stack]
         is_default = stack not in {row[0] for row in rows}
-        rows.append(
-            (
-                stack,
-                share.setting + " (default)" * is_default,
-                percent(share.dropped),
-                percent(share.truncated),
-                share.unit,
-                f"{share.mean_weight:.3g}",
-                percent(share.sample_size),
-            )
-        )
+        numbers = share.dropped, share.truncated, share.sample_size
+        dropped, truncated, left = ("-" if math.isnan(x) else f"{x:.2%}" for x in numbers)
+        setting = share.setting + " (default)" * is_default
+        weight = f"{share.mean_weight:.3g}"
+        rows.append((stack, setting, dropped, truncated, share.unit, weight, left))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
-
-
-def percent(share: float) -> str:
-    return "-" if math.isnan(share) else f"{share:.2%}"

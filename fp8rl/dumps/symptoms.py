@@ -5,7 +5,7 @@ policy is certain, is as likely to be positive as negative, and is of similar si
 and at all positions. Each symptom measures one way in which bugs differ from that. It is seen if
 its value is above its limit. What the limit is, says its `null`:
 
-- "fixed": a number that hardly any dump with rounding alone exceeds (benchmarks/dumps.py measures
+- "fixed": a number that hardly any dump with rounding alone exceeds (benchmarks/decoder_dumps.py measures
   how often one does).
 - "errors": the statistic has a standard error, and the limit is several of them.
 - "permuted": the statistic is measured again on permutations of the dump that destroy what it looks
@@ -34,19 +34,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .gap import TINY, Gap, bins_of, correlation, mean_of_bin, ratio_in_line, standard_error
+from .dump import TINY, Gap
 
 FEW_TOKENS = 256  # with fewer tokens, chance alone reaches the limits
 FEW_SEQUENCES = 16  # with fewer sequences, sequences and positions are not compared
 CHANCE = 5.0  # standard deviations over permutations; of a maximum, one in a thousand is beyond
 PERMUTATIONS = 200
-SMALL = 0.1  # log ratio, in nats, below which policies are alike
-OTHER_LABELS = "log-probabilities of other labels"
 # If weights and activations are rounded to b bits of mantissa, rms(d) / std(actor_logp) is about
 # SIZE * 2^-b.
 SIZE = 0.55
-# Formats that are in use leave more bits than this: FP8 leaves 2 or 3, and FP4 leaves about 1.
-FEWEST_BITS = 0.8
 # Bits that remain at least if both programs compute in a format. That is its bits of mantissa, less
 # three for errors that add up over layers (float32: less nine, because log-probabilities of large
 # vocabularies are sums of many terms).
@@ -56,11 +52,13 @@ BITS_LEFT = {
     "fp16": 7.0,
     "bf16": 4.0,
     "int8": 3.0,
-    "fp8": FEWEST_BITS,
+    "fp8": 0.8,  # formats in use leave more than this: FP8 2 or 3, and FP4 about 1
     "int4": 0.0,
     "fp4": 0.0,
 }
 FIRST = 4  # number of tokens at the beginning of a sequence in which padding is looked for
+AFTER = 2  # positions from a position on, which are compared with
+BEFORE = 4  # positions before it
 
 
 class Seen(NamedTuple):
@@ -89,20 +87,12 @@ class Seen(NamedTuple):
     def excess(self) -> float:
         return self.value / self.limit
 
-
-class Measured(NamedTuple):
-    """What a statistic gives.
-
-    `chance`  what rounding reaches in this dump, if that may be more than the symptom's limit
-    `kind`    where it is another kind than the symptom's
-    `words`   the gaps in the symptom's sentence
-    """
-
-    value: float
-    share: float = math.nan
-    chance: float = 0.0
-    kind: str = ""
-    words: dict = {}
+    @property
+    def line(self) -> str:
+        """What is said, and how much of the gap it explains."""
+        if not self.share > 0.005:  # or NaN
+            return f"  {self.says}"
+        return f"  {self.says.removesuffix('.')}; explains {self.share:.0%} of the squared gap"
 
 
 class Symptom(NamedTuple):
@@ -110,130 +100,258 @@ class Symptom(NamedTuple):
 
     `null`       "fixed", "errors" or "permuted"
     `limit`      of the value; the smallest one, where the dump decides
-    `statistic`  takes `Evidence` and returns `Measured`, or None if this dump cannot be measured.
-                 With `where`, it takes `Positions` and scores, which may be rotated
-    `where`      takes `Positions` and the statistic's value. It returns the value that counts, the
-                 tokens that are affected, [S, T], and words
+    `statistic`  takes an `Aligned` and returns a dict, or None if this dump cannot be measured:
+
+                     value   what is compared with the limit
+                     share   of the squared gap, if it is known
+                     chance  what rounding reaches here, if that may be more than the limit
+                     kind    where it is another kind than the symptom's
+
+                 and the numbers and words of the sentence
+    `contrast`   of a symptom of positions: how much larger scores are at some positions than at
+                 others. It takes an `Aligned`, scores that may be rotated, [S, T], and their means
+                 by position. The statistic then takes the contrast, too
     """
 
-    name: str
     kind: str
     null: str
     limit: float
     statistic: Callable
     sentence: str
-    where: Callable | None = None
+    contrast: Callable | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Evidence:
-    """A left-aligned gap, and what several statistics need of it.
+class Aligned(Gap):
+    """A gap whose sequences begin at position 0, and what several symptoms need of it.
 
+    For example, answers then begin there, without their prompts. T is the number of tokens of the
+    longest sequence.
+
+    `columns`    the tokens' columns in the rows of the dump, [S, T]
     `precision`  what both programs claim to compute in, one of BITS_LEFT or the bits that remain;
                  None if nothing is claimed
     `draw`       draws all permutations, in the order of the table
     """
 
-    gap: Gap
+    columns: np.ndarray | None = None
     precision: str | float | None = None
     draw: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
+    @classmethod
+    def of(cls, gap: Gap, precision: str | float | None = None) -> "Aligned":
+        longest = int(gap.mask.sum(1).max())
+        columns = np.argsort(~gap.mask, axis=1, kind="stable")[:, :longest]
+        arrays = gap.learner, gap.actor, gap.mask, gap.advantages, gap.tokens
+        moved = [None if x is None else np.take_along_axis(x, columns, 1) for x in arrays]
+        return cls(*moved[:3], gap.step, *moved[3:], columns, precision)
+
+    @functools.cached_property
+    def lengths(self) -> np.ndarray:
+        """The number of tokens of each sequence, [S]."""
+        return self.mask.sum(1)
+
+    @functools.cached_property
+    def place(self) -> np.ndarray:
+        """The position of each token, [S, T]."""
+        return np.broadcast_to(np.arange(self.mask.shape[1]), self.mask.shape)
+
+    @functools.cached_property
+    def is_last(self) -> np.ndarray:
+        """Which tokens are the last of their sequences, [S, T]."""
+        return self.place == self.lengths[:, None] - 1
+
     @functools.cached_property
     def bins(self) -> np.ndarray:
-        return bins_of(self.gap)
+        """For each token, the number of a bin of tokens with similar log-probability, [S, T]."""
+        return self.bins_of(32)
+
+    def bins_of(self, most: int) -> np.ndarray:
+        """At most so many bins, [S, T]. They have equally many tokens, 50 or more."""
+        bins = int(np.clip(len(self.flat.actor) // 50, 1, most))
+        edges = np.quantile(self.flat.actor, np.linspace(0, 1, bins + 1)[1:-1])
+        return np.searchsorted(edges, self.actor)
+
+    def mean_of_bin(self, values: np.ndarray, bins: np.ndarray) -> np.ndarray:
+        """For each token, the mean of `values` over the tokens of its bin, [S, T]."""
+        total = np.bincount(bins[self.mask], values[self.mask], minlength=bins.max() + 1)
+        count = np.bincount(bins[self.mask], minlength=bins.max() + 1)
+        return (total / np.maximum(count, 1))[bins]
 
     @functools.cached_property
     def size(self) -> np.ndarray:
         """|d|, and what may have become 0 in a file with few bits, [S, T]."""
-        lost = self.gap.step * np.maximum(-self.gap.actor, 1.0)
+        lost = self.step * np.maximum(-self.actor, 1.0)
         lost = np.maximum(lost, 1e-4)  # smaller log ratios, such as float32 makes, are all alike
-        return np.abs(self.gap.log_ratio) + lost
+        return np.abs(self.log_ratio) + lost
 
     @functools.cached_property
     def typical(self) -> np.ndarray:
         """|d| that is typical of the token's log-probability, [S, T]."""
         # The mean of roots: a few huge log ratios change it little.
-        return np.square(mean_of_bin(np.sqrt(self.size), self.gap, self.bins))
+        return np.square(self.mean_of_bin(np.sqrt(self.size), self.bins))
 
     @functools.cached_property
     def scores(self) -> np.ndarray:
         """log(0.3 + |d| / typical), [S, T]; 0 where there is no token."""
         # Below 0.3, it does not matter how small a log ratio is.
         scores = np.log(0.3 + self.size / np.maximum(self.typical, TINY))
-        return np.where(self.gap.mask, scores, 0.0)
+        return np.where(self.mask, scores, 0.0)
 
     @functools.cached_property
-    def positions(self) -> "Positions":
-        return Positions.of(self.gap, self.scores)
+    def centred(self) -> np.ndarray:
+        """Scores without the mean of each sequence, float32 [S, T]."""
+        mean = self.scores.sum(1, keepdims=True) / np.maximum(self.lengths[:, None], 1)
+        return np.where(self.mask, self.scores - mean, 0.0).astype(np.float32)
+
+    def rotated(self) -> np.ndarray:
+        """`centred`, but each sequence begins at a random token, and its beginning comes last."""
+        lengths = np.maximum(self.lengths[:, None], 1)
+        position = (self.place + self.draw.integers(0, lengths)) % lengths
+        return np.where(self.mask, np.take_along_axis(self.centred, position, 1), 0)
+
+    def means(self, scores: np.ndarray) -> np.ndarray:
+        """The mean at each position that enough sequences have."""
+        count = self.mask.sum(0)
+        enough = int((count >= FEW_SEQUENCES).sum())
+        return scores[:, :enough].sum(0, dtype=np.float64) / count[:enough]
+
+    def means_of_columns(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The columns of the rows that enough sequences have, and the mean in each."""
+        columns = self.columns[self.mask]
+        counts = np.bincount(columns)
+        sums = np.bincount(columns, scores[self.mask])
+        enough = np.flatnonzero(counts >= FEW_SEQUENCES)
+        return enough, sums[enough] / counts[enough]
+
+    @property
+    def is_repeated(self) -> np.ndarray:
+        """Where a token has the number of a token before it in the same sequence, [S, T]."""
+        rows, places = np.nonzero(self.mask)
+        numbers, kind = np.unique(self.tokens[self.mask], return_inverse=True)
+        _, first = np.unique(rows * len(numbers) + kind, return_index=True)
+        is_repeated = self.mask.copy()
+        is_repeated[rows[first], places[first]] = False
+        return is_repeated
+
+    def median(self, start: int, stop: int | None = None) -> float:
+        """The median score at these positions, over sequences: a few do not change it."""
+        scores = self.centred[:, start:stop][self.mask[:, start:stop]]
+        return float(np.median(scores)) if len(scores) else 0.0
+
+    @property
+    def share_of_mean(self) -> float:
+        """The share of the squared gap that is there because the mean log ratio is not 0."""
+        return self.flat.log_ratio.mean() ** 2 / max(np.square(self.flat.log_ratio).mean(), TINY**2)
+
+    def share_at(self, affected: np.ndarray) -> float:
+        """The share of the squared gap that is there only because `affected` tokens, [S, T], have
+        larger log ratios than the others."""
+        square = np.square(self.log_ratio)
+        others = self.mask & ~affected
+        usual = square[others].mean() if others.any() else 0.0
+        surplus = (square[self.mask & affected] - usual).sum()
+        return float(np.clip(surplus / max(square[self.mask].sum(), TINY**2), 0, 1))
 
     @functools.cached_property
-    def of_positions(self) -> dict[str, tuple[float, float]]:
-        """By the name of a symptom of positions, its statistic and what rotated dumps reach."""
-        if self.gap.sequences < FEW_SEQUENCES:
+    def contrasts(self) -> dict[str, tuple[float, float]]:
+        """By the name of a symptom of positions, its contrast and what rotated dumps reach."""
+        if self.sequences < FEW_SEQUENCES:
             return {}
-        p = self.positions
-        rows = [row for row in SYMPTOMS if row.where and (row.name != COLUMN or p.has_columns)]
-        observed = [row.statistic(p, p.scores) for row in rows]
+        rows = {name: row for name, row in SYMPTOMS.items() if row.contrast}
+        if len(np.unique(self.columns[self.lengths > 0, 0])) == 1:
+            del rows["a column"]  # all sequences begin in the same one
+
+        def measured(scores: np.ndarray) -> list[float]:
+            means = self.means(scores)
+            return [row.contrast(self, scores, means) for row in rows.values()]
+
+        observed = measured(self.centred)
         chances = np.zeros(len(rows))
-        if any(value > row.limit for row, value in zip(rows, observed, strict=True)):
+        if any(value > row.limit for row, value in zip(rows.values(), observed, strict=True)):
             # Otherwise no symptom is seen, whatever the permutations are.
             # Fewer permutations of dumps of more than a quarter of a million tokens
-            number = np.clip(5 * 10**7 // p.lengths.sum(), PERMUTATIONS // 4, PERMUTATIONS)
-            rotated = (p.rotated(self.draw) for _ in range(number))
-            values = np.array([[row.statistic(p, scores) for row in rows] for scores in rotated])
-            chances = np.array([x.mean() + CHANCE * x.std() for x in values.T])
-        return {row.name: pair for row, *pair in zip(rows, observed, chances, strict=True)}
+            number = np.clip(5 * 10**7 // self.mask.sum(), PERMUTATIONS // 4, PERMUTATIONS)
+            values = np.array([measured(self.rotated()) for _ in range(number)])
+            chances = [x.mean() + CHANCE * x.std() for x in values.T]
+        return dict(zip(rows, zip(observed, chances, strict=True), strict=True))
 
 
 def symptoms_of(gap: Gap, precision: str | float | None = None) -> list[Seen]:
     """All symptoms that a dump is large enough for, the strongest first."""
     if gap.mask.sum() < FEW_TOKENS or not gap.log_ratio.any():
         return []
-    evidence = Evidence(gap.left_aligned(), precision)
-    measured = [measure(row, evidence) for row in SYMPTOMS]
+    aligned = Aligned.of(gap, precision)
+    measured = [measure(name, aligned) for name in SYMPTOMS]
     return sorted((x for x in measured if x is not None), key=lambda x: -x.excess)
 
 
-def measure(row: Symptom, evidence: Evidence) -> Seen | None:
+def measure(name: str, gap: Aligned) -> Seen | None:
     """A symptom of a dump; None if the dump is too small for it, or lacks an array."""
-    if row.where is None:
-        measured = row.statistic(evidence)
-    elif row.name in evidence.of_positions:
-        observed, chance = evidence.of_positions[row.name]
-        value, affected, words = row.where(evidence.positions, observed)
-        share = share_at(evidence.positions.gap, affected)
-        measured = Measured(value, share, chance, words={"times": np.exp(value), **words})
-    else:
-        measured = None
-    if measured is None:
+    row = SYMPTOMS[name]
+    numbers = None
+    if row.contrast is None:
+        numbers = row.statistic(gap)
+    elif name in gap.contrasts:
+        contrast, chance = gap.contrasts[name]
+        numbers = row.statistic(gap, contrast) | {"chance": chance}
+    if numbers is None:
         return None
     return Seen(
-        name=row.name,
-        kind=measured.kind or row.kind,
-        value=float(measured.value),
-        limit=max(row.limit, float(measured.chance)),
-        says=row.sentence.format(**measured.words),
-        share=float(measured.share),
+        name=name,
+        kind=numbers.get("kind", row.kind),
+        value=float(numbers["value"]),
+        limit=max(row.limit, float(numbers.get("chance", 0.0))),
+        says=row.sentence.format(**numbers),
+        share=float(numbers.get("share", math.nan)),
     )
 
 
-def share_at(gap: Gap, affected: np.ndarray) -> float:
-    """The share of the squared gap that is there only because `affected` tokens, [S, T], have
-    larger log ratios than the others."""
-    square = np.square(gap.log_ratio)
-    total = square[gap.mask].sum()
-    others = gap.mask & ~affected
-    affected = gap.mask & affected
-    usual = square[others].mean() if others.any() else 0.0
-    return float(np.clip((square[affected] - usual).sum() / max(total, TINY**2), 0, 1))
+# Statistics that several symptoms need
 
 
-# Statistics of all tokens alike
+def standard_error(values: np.ndarray, mask: np.ndarray) -> float:
+    """The standard error of the mean over the tokens that count, from sums over sequences.
+
+    If there is only one sequence, its tokens are taken for independent.
+    """
+    deviation = np.where(mask, values - values[mask].mean(), 0.0)
+    if mask.any(1).sum() > 1:
+        deviation = deviation.sum(1)
+    return float(np.sqrt(np.square(deviation).sum()) / mask.sum())
 
 
-def misplaced(evidence: Evidence) -> Measured | None:
+def correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Pearson's correlation, or 0 if `x` or `y` hardly varies."""
+    if min(x.std(), y.std()) < TINY * max(abs(x).max(), abs(y).max()):
+        return 0.0
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def bits_of(gap: Gap, is_robust: bool = False) -> float:
+    """Bits of mantissa to which everything would have to be rounded to make a gap of this size.
+
+    If `is_robust`, a few tokens may have a huge part of the gap.
+    """
+    size = gap.rms
+    if is_robust:
+        # Rounding leaves a root mean square of 1.4 times the mean.
+        size = min(size, 1.4 * np.abs(gap.flat.log_ratio).mean())
+    if size == 0:
+        return np.inf
+    return float(np.log2(SIZE * max(gap.flat.actor.std(), TINY) / size))
+
+
+def ratio_in_line(x: float) -> str:
+    """A ratio, or a mean of ratios, in a line: a huge one has an exponent."""
+    return f"{x:.4f}" if abs(x) < 10 else f"{x:.3g}"
+
+
+# Symptoms of all tokens alike
+
+
+def misplaced(gap: Aligned) -> dict | None:
     """Do the learner's log-probabilities fit those of another position better?"""
-    gap = evidence.gap
     size = np.abs(gap.flat.log_ratio).mean()
     sizes = {}
     for offset in (1, -1, 2, -2):
@@ -246,32 +364,34 @@ def misplaced(evidence: Evidence) -> Measured | None:
         return None
     best = min(sizes, key=sizes.get)
     value = float(size / max(sizes[best], TINY))
-    side = "before" if best > 0 else "after"
-    words = {"distance": abs(best), "side": side, "there": sizes[best], "here": size}
-    share = max(1 - value**-2, 0.0) if value > 0 else 0.0
-    return Measured(value, share, words=words)
+    return {
+        "value": value,
+        "share": max(1 - value**-2, 0.0) if value > 0 else 0.0,
+        "distance": abs(best),
+        "side": "before" if best > 0 else "after",
+        "there": sizes[best],
+        "here": size,
+    }
 
 
-def mislabelled(evidence: Evidence) -> Measured:
+def mislabelled(gap: Aligned) -> dict:
     """Does the learner give log-probabilities of other labels, hardly related to the actor's?
 
     If its logits are compared with the labels of the position before or after, it finds the tokens
     that the actor sampled unlikely everywhere.
     """
-    flat = evidence.gap.flat
-    common = correlation(flat.learner, flat.actor)
-    less_likely = float((flat.actor - flat.learner).mean())
+    common = correlation(gap.flat.learner, gap.flat.actor)
+    less_likely = float((gap.flat.actor - gap.flat.learner).mean())
     value = less_likely if common < 0.25 else 0.0  # wrong labels leave no more
-    return Measured(value, 1.0, words={"less_likely": less_likely, "common": common})
+    return {"value": value, "share": 1.0, "less_likely": less_likely, "common": common}
 
 
-def truncated(evidence: Evidence) -> Measured:
+def truncated(gap: Aligned) -> dict:
     """Is the mean ratio below 1 by more than chance, and by a large part of the ratios' spread?
 
     Rare ratios far above 1 may be missing in a sample, or be all there is. So the mean must also be
     below 1 without the tokens whose log ratios are largest in size.
     """
-    gap = evidence.gap
     below = -gap.flat.excess
     size = np.abs(gap.flat.log_ratio)
     is_usual = size <= np.quantile(size, 0.99)
@@ -285,20 +405,15 @@ def truncated(evidence: Evidence) -> Measured:
         relative = mean / max(spread, TINY) if mean > 4 * error else 0.0
         value = min(value, float(relative))
     mean = below.mean()
-    words = {"ratio": ratio_in_line(1 - mean), "missing": max(mean, 0)}
-    return Measured(value, share_of_mean(gap), words=words)
+    return {
+        "value": value,
+        "share": gap.share_of_mean,
+        "ratio": ratio_in_line(1 - mean),
+        "missing": max(mean, 0),
+    }
 
 
-def share_of_mean(gap: Gap) -> float:
-    """The share of the squared gap that is there because the mean log ratio is not 0."""
-    log_ratio = gap.flat.log_ratio
-    return log_ratio.mean() ** 2 / max(np.square(log_ratio).mean(), TINY**2)
-
-
-CERTAIN = 3.0  # nats, which the log of a product with a mean of 1 exceeds once in e^3 = 20 times
-
-
-def impossible(evidence: Evidence) -> Measured:
+def impossible(gap: Aligned) -> dict:
     """Is the mean ratio above 1 by more than chance?
 
     Tokens are sampled from mu, so the mean of pi / mu is at most 1. Rare large ratios pull up a
@@ -310,7 +425,6 @@ def impossible(evidence: Evidence) -> Measured:
     But the product over all tokens of 1 + weight * (pi / mu - 1) has a mean of at most 1, too, for
     weights up to 1. So it exceeds e^3 once in 20 times at most, whatever the ratios are.
     """
-    gap = evidence.gap
     count = gap.mask.sum()
     # A file with few bits may have been rounded towards 0, by half a step on average.
     margin_of_file = 0.5 * gap.step * np.abs(gap.flat.actor).mean()
@@ -325,17 +439,17 @@ def impossible(evidence: Evidence) -> Measured:
         # Tokens of a sequence may err together. Of few sequences, chance may make the error small.
         spread = float(values[gap.mask].std() / np.sqrt(count))
         error = max(standard_error(values, gap.mask), spread, TINY)
-        if log_factors[gap.mask].sum() - margin_of_file * count > CERTAIN:
+        if log_factors[gap.mask].sum() - margin_of_file * count > 3.0:
             value = max(value, float(surplus / error))
-    mean = 1 + float(gap.flat.excess.mean())
-    words = {"ratio": ratio_in_line(mean), "error": gap.mean_ratio_error}
-    return Measured(value, share_of_mean(gap), words=words)
+    return {
+        "value": value,
+        "share": gap.share_of_mean,
+        "ratio": ratio_in_line(1 + float(gap.flat.excess.mean())),
+        "error": standard_error(gap.excess, gap.mask),
+    }
 
 
-STEEP = 0.05  # slope of a line in log-probability, as of a temperature of 0.95
-
-
-def tempered(evidence: Evidence) -> Measured:
+def tempered(gap: Aligned) -> dict:
     """Are the log ratios a straight line in the actor's log-probability?
 
     Noise makes such a line, too. The actor samples tokens whose log-probability its own errors
@@ -346,97 +460,76 @@ def tempered(evidence: Evidence) -> Measured:
     alone makes no line that falls. A mean ratio above 1 with a line that rises is that of a learner
     that is sharper than the policy that sampled.
     """
-    log_ratio = evidence.gap.flat.log_ratio
-    actor = evidence.gap.flat.actor
+    log_ratio = gap.flat.log_ratio
+    actor = gap.flat.actor
     along = correlation(actor, log_ratio)
     slope = along * log_ratio.std() / max(actor.std(), TINY)
-    of_learner, of_engine = ("below", "above") if slope < 0 else ("above", "below")
     # Unrelated log-probabilities have such a line, too. A temperature leaves them closely related.
-    is_close = correlation(actor, evidence.gap.flat.learner) > 0.9
-    value = abs(along) if is_close else 0.0
-    chance = 0.66
-    is_below = slope < -STEEP and measure(TRUNCATED, evidence).is_seen
-    is_above = slope > STEEP and measure(IMPOSSIBLE, evidence).is_seen
-    if is_below or is_above:
-        value = abs(along)
-        chance = 0.0
-    share = along**2 * log_ratio.var() / np.square(log_ratio).mean()
-    words = {"slope": 1 + slope, "along": along, "of_learner": of_learner, "of_engine": of_engine}
-    return Measured(value, share, chance, words=words)
+    is_close = correlation(actor, gap.flat.learner) > 0.9
+    # A slope of 0.05 is that of a temperature of 0.95.
+    is_below = slope < -0.05 and measure("mean ratio below 1", gap).is_seen
+    is_above = slope > 0.05 and measure("mean ratio above 1", gap).is_seen
+    is_line = is_below or is_above
+    return {
+        "value": abs(along) if is_line or is_close else 0.0,
+        "share": along**2 * log_ratio.var() / np.square(log_ratio).mean(),
+        "chance": 0.0 if is_line else 0.66,
+        "slope": 1 + slope,
+        "along": along,
+        "of_learner": "below" if slope < 0 else "above",
+        "of_engine": "above" if slope < 0 else "below",
+    }
 
 
-def unrelated(evidence: Evidence) -> Measured:
+def unrelated(gap: Aligned) -> dict:
     """How far are the two policies' log-probabilities from a common line?"""
-    gap = evidence.gap
     common = correlation(gap.flat.learner, gap.flat.actor)
     # Log-probabilities that hardly differ need not correlate.
-    value = 0.0 if rms(gap) < SMALL else 1 - common
-    return Measured(value, words={"common": common})
+    return {"value": 0.0 if gap.rms < 0.1 else 1 - common, "common": common}
 
 
-def coarse(evidence: Evidence) -> Measured:
+def coarse(gap: Aligned) -> dict:
     """Is the gap larger than any arithmetic in use makes it?"""
-    bits = robust_bits(evidence.gap)
+    fewest = BITS_LEFT["fp8"]
+    bits = bits_of(gap, is_robust=True)
     # Where all log-probabilities are alike, their spread says nothing of arithmetic.
-    value = 0.0 if rms(evidence.gap) < SMALL else 2.0 ** (FEWEST_BITS - bits)
-    return Measured(value, words={"bits": max(bits, 0), "fewest": FEWEST_BITS})
+    value = 0.0 if gap.rms < 0.1 else 2.0 ** (fewest - bits)
+    return {"value": value, "bits": max(bits, 0), "fewest": fewest}
 
 
-def too_few_bits(evidence: Evidence) -> Measured | None:
+def too_few_bits(gap: Aligned) -> dict | None:
     """Is the gap larger than the arithmetic makes it that both programs claim?"""
-    precision = evidence.precision
-    if precision is None:
+    if gap.precision is None:
         return None
-    bits = robust_bits(evidence.gap)
-    left = BITS_LEFT.get(precision, precision)
-    expected = f"{precision} on both sides leaves" if precision in BITS_LEFT else "you expect"
-    words = {"bits": max(bits, 0), "expected": expected, "left": left}
-    return Measured(2.0 ** (left - bits), words=words)
+    bits = bits_of(gap, is_robust=True)
+    left = BITS_LEFT.get(gap.precision, gap.precision)
+    is_format = gap.precision in BITS_LEFT
+    return {
+        "value": 2.0 ** (left - bits),
+        "bits": max(bits, 0),
+        "expected": f"{gap.precision} on both sides leaves" if is_format else "you expect",
+        "left": left,
+    }
 
 
-def rms(gap: Gap) -> float:
-    """The root mean square of the log ratios."""
-    return np.sqrt(np.square(gap.flat.log_ratio).mean())
-
-
-def bits_of(gap: Gap) -> float:
-    """Bits of mantissa to which everything would have to be rounded to make a gap of this size."""
-    return bits_of_size(gap, rms(gap))
-
-
-def bits_of_size(gap: Gap, size: float) -> float:
-    """The bits that make log ratios of this root mean square."""
-    if size == 0:
-        return np.inf
-    return float(np.log2(SIZE * max(gap.flat.actor.std(), TINY) / size))
-
-
-def robust_bits(gap: Gap) -> float:
-    """The bits of a gap of which a few tokens may have a huge part."""
-    mean = np.abs(gap.flat.log_ratio).mean()
-    return max(bits_of(gap), bits_of_size(gap, 1.4 * mean))  # rounding leaves 1.4 times the mean
-
-
-def learned(evidence: Evidence) -> Measured | None:
+def learned(gap: Aligned) -> dict | None:
     """Does the learner give higher probabilities to tokens of sequences that turned out better?
 
     This is a rank correlation, over sequences, of mean log ratio and mean advantage. What the
     log-probabilities of tokens and of the sequence explain is subtracted first.
     """
-    gap = evidence.gap
     if gap.advantages is None or gap.sequences < FEW_SEQUENCES:
         return None
-    counts = gap.mask.sum(1)
-    used = counts > 0
+    is_used = gap.lengths > 0
 
     def ranks(x: np.ndarray) -> np.ndarray:
-        mean = np.where(gap.mask, x, 0.0).sum(1)[used] / counts[used]
+        mean = np.where(gap.mask, x, 0.0).sum(1)[is_used] / gap.lengths[is_used]
         rank = np.argsort(np.argsort(mean, kind="stable"), kind="stable").astype(float)
         return rank - rank.mean()
 
     actor = ranks(gap.actor)
     residuals = []
-    surplus = gap.log_ratio - mean_of_bin(gap.log_ratio, gap, bins_of(gap, 10))
+    surplus = gap.log_ratio - gap.mean_of_bin(gap.log_ratio, gap.bins_of(10))
     for x in (surplus, gap.advantages):
         rank = ranks(x)
         residuals.append(rank - actor * (rank @ actor) / (actor @ actor))
@@ -445,56 +538,39 @@ def learned(evidence: Evidence) -> Measured | None:
     if min(norms) > 0:
         value = float(residuals[0] @ residuals[1] / (norms[0] * norms[1]))
     # The standard deviation of such a correlation is 1 / sqrt(S), if sequences are exchanged.
-    return Measured(value, chance=3 / np.sqrt(used.sum()), words={"correlation": value})
+    return {"value": value, "chance": 3 / np.sqrt(gap.sequences)}
 
 
-CAP = 3.0  # of log ratios over their typical size
-
-
-def seen_before(evidence: Evidence) -> Measured | None:
+def seen_before(gap: Aligned) -> dict | None:
     """Are log ratios of tokens that the sequence had before higher or lower than those of new ones?
 
     Only tokens of similar log-probability are compared. The error is that over sequences.
     """
-    gap = evidence.gap
     if gap.tokens is None or gap.sequences < FEW_SEQUENCES:
         return None
-    seen = is_repeated(gap.tokens, gap.mask)
-    relative = np.clip(gap.log_ratio / np.maximum(evidence.typical, TINY), -CAP, CAP)
-    bins = evidence.bins
-    relative = np.where(gap.mask, relative - mean_of_bin(relative, gap, bins), 0.0)
-    weight = np.where(gap.mask, seen - mean_of_bin(seen.astype(float), gap, bins), 0.0)
-    total = np.square(weight).sum()
-    difference = (weight * relative).sum() / max(total, TINY)
+    is_repeated = gap.is_repeated
+    relative = np.clip(gap.log_ratio / np.maximum(gap.typical, TINY), -3.0, 3.0)
+
+    def without_bins(x: np.ndarray) -> np.ndarray:
+        return np.where(gap.mask, x - gap.mean_of_bin(x, gap.bins), 0.0)
+
+    relative = without_bins(relative)
+    weight = without_bins(is_repeated.astype(float))
+    total = max(np.square(weight).sum(), TINY)
+    difference = (weight * relative).sum() / total
     rest = weight * (relative - weight * difference)
-    error = np.sqrt(np.square(rest.sum(1)).sum()) / max(total, TINY)
-    explained = 0.0
-    for group in (gap.mask & seen, gap.mask & ~seen):
-        if group.any():
-            explained += group.sum() * gap.log_ratio[group].mean() ** 2
-    share = explained / max(np.square(gap.log_ratio[gap.mask]).sum(), TINY**2)
-    side = "higher" if difference > 0 else "lower"
-    words = {"side": side, "difference": abs(difference)}
-    return Measured(abs(difference), share, CHANCE * error, words=words)
+    error = np.sqrt(np.square(rest.sum(1)).sum()) / total
+    groups = [gap.log_ratio[x & gap.mask] for x in (is_repeated, ~is_repeated)]
+    explained = sum(len(x) * x.mean() ** 2 for x in groups if len(x))
+    return {
+        "value": abs(difference),
+        "share": explained / max(np.square(gap.log_ratio[gap.mask]).sum(), TINY**2),
+        "chance": CHANCE * error,
+        "side": "higher" if difference > 0 else "lower",
+    }
 
 
-def is_repeated(tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Where a token has the number of a token before it in the same sequence, [S, T]."""
-    rows, places = np.nonzero(mask)
-    numbers, kind = np.unique(tokens[mask], return_inverse=True)
-    _, first = np.unique(rows * len(numbers) + kind, return_index=True)
-    repeated = mask.copy()
-    repeated[rows[first], places[first]] = False
-    return repeated
-
-
-# Do a few tokens differ?
-
-
-NEARLY_ALL = 0.8  # of the squared gap of a heavy tail
-
-
-def heavy_tail(evidence: Evidence) -> Measured:
+def heavy_tail(gap: Aligned) -> dict:
     """Do a few tokens, anywhere, have most of the squared gap?
 
     Normal noise has a root mean square of 1.5 typical sizes, and Student's t with 3 degrees of
@@ -503,26 +579,25 @@ def heavy_tail(evidence: Evidence) -> Measured:
     matter. If nearly all of these tokens are the first or the last of their sequences, that is
     named.
     """
-    gap = evidence.gap
     size = np.abs(gap.log_ratio)
     total = np.square(size[gap.mask]).sum()
-    value = np.sqrt(total / max(np.square(evidence.typical[gap.mask]).sum(), TINY**2))
-    is_large = gap.mask & (size > 5 * evidence.typical)
+    value = np.sqrt(total / max(np.square(gap.typical[gap.mask]).sum(), TINY**2))
+    is_large = gap.mask & (size > 5 * gap.typical)
     squares = -np.sort(-np.square(size[is_large]))
     of_large = squares.sum()
-    fewest = int((np.cumsum(squares) < NEARLY_ALL * of_large).sum()) + 1
+    nearly_all = 0.8 * of_large
+    fewest = int((np.cumsum(squares) < nearly_all).sum()) + 1
     if of_large < 0.2**2 * is_large.sum():  # beyond 0.2 nats PPO clips
         value = 0.0
-    place = np.arange(gap.mask.shape[1])[None]
-    last = gap.mask.sum(1)[:, None] - 1
     kind, where = "heavy tail", "here and there"
-    for name, words, is_there in (
-        ("beginning", "at the first token of sequences", place == 0),
-        ("last token", "at the last token of sequences", place == last),
-    ):
-        if np.square(size[is_large & is_there]).sum() > NEARLY_ALL * of_large:
-            kind, where = name, words
-    words = {
+    if np.square(size[is_large & (gap.place == 0)]).sum() > nearly_all:
+        kind, where = "beginning", "at the first token of sequences"
+    if np.square(size[is_large & gap.is_last]).sum() > nearly_all:
+        kind, where = "last token", "at the last token of sequences"
+    return {
+        "value": value,
+        "share": of_large / max(total, TINY**2),
+        "kind": kind,
         "part": squares[:fewest].sum() / max(total, TINY**2),
         "fewest": fewest,
         "tokens": gap.mask.sum(),
@@ -530,36 +605,34 @@ def heavy_tail(evidence: Evidence) -> Measured:
         "column": gap.columns[gap.farthest],
         "row": gap.farthest[0],
     }
-    return Measured(value, of_large / max(total, TINY**2), kind=kind, words=words)
 
 
 # Do sequences differ?
 
 
-def between_sequences(evidence: Evidence) -> Measured | None:
+def between_sequences(gap: Aligned) -> dict | None:
     """Do sequences differ in the size of their log ratios, in the first tokens or as a whole?"""
-    gap = evidence.gap
-    scores = evidence.scores
     if gap.sequences < FEW_SEQUENCES:
         return None
     piece = -(-gap.mask.shape[1] // 32)  # the longest sequence has 32 pieces
-    whole = spread_between(scores, gap.mask, piece, evidence.draw)
-    first = spread_between(scores[:, :FIRST], gap.mask[:, :FIRST], 1, evidence.draw)
+    whole = spread_between(gap.scores, gap.mask, piece, gap.draw)
+    first = spread_between(gap.scores[:, :FIRST], gap.mask[:, :FIRST], 1, gap.draw)
     at_first = first[0] / first[1] > whole[0] / whole[1]
+    value, chance = first if at_first else whole
     shown = slice(0, FIRST) if at_first else slice(None)
-    count = np.maximum(gap.mask[:, shown].sum(1), 1)
-    mean = scores[:, shown].sum(1) / count
-    is_sequence = gap.mask.any(1)
+    mean = gap.scores[:, shown].sum(1) / np.maximum(gap.mask[:, shown].sum(1), 1)
+    is_sequence = gap.lengths > 0
     median = np.median(mean[is_sequence])
     stands_out = is_sequence & (mean > median + 0.7)  # twice as large as the median
     worst = np.argsort(-np.where(is_sequence, mean, -np.inf), kind="stable")[:5]
-    words = {
+    return {
+        "value": value,
+        "share": gap.share_at(stands_out[:, None] & gap.mask),
+        "chance": chance,
         "times": np.exp(np.quantile(mean[is_sequence], 0.95) - median),
         "where": ", in the first tokens" if at_first else "",
         "worst": ", ".join(str(i) for i in worst),
     }
-    value, chance = first if at_first else whole
-    return Measured(value, share_at(gap, stands_out[:, None] & gap.mask), chance, words=words)
 
 
 def spread_between(
@@ -590,84 +663,15 @@ def spread_between(
     observed = variance(np.arange(len(sums)))
     permuted = np.array([variance(draw.permutation(len(sums))) for _ in range(PERMUTATIONS)])
     value = np.sqrt(max(observed - permuted.mean(), 0.0))
-    return float(value), max(float(np.sqrt(CHANCE * permuted.std())), SPREAD)
+    limit = max(float(np.sqrt(CHANCE * permuted.std())), SYMPTOMS["sequences that differ"].limit)
+    return float(value), limit
 
 
 # Do positions differ?
 
 
-AFTER = 2  # positions from a position on, which are compared with
-BEFORE = 4  # positions before it
-
-
-class Positions(NamedTuple):
-    """Scores whose means over sequences are compared between positions.
-
-    `gap`      the left-aligned log-probabilities
-    `scores`   [S, T], without the mean of each sequence
-    `lengths`  the number of tokens of each sequence, [S]
-    `enough`   the number of positions that FEW_SEQUENCES sequences have
-    """
-
-    gap: Gap
-    scores: np.ndarray
-    lengths: np.ndarray
-    enough: int
-
-    @classmethod
-    def of(cls, gap: Gap, scores: np.ndarray) -> "Positions":
-        used = gap.mask.any(1)
-        gap = Gap(
-            gap.learner[used], gap.actor[used], gap.mask[used], gap.step, columns=gap.columns[used]
-        )
-        lengths = gap.mask.sum(1)
-        centred = scores[used] - scores[used].sum(1, keepdims=True) / lengths[:, None]
-        scores = np.where(gap.mask, centred, 0.0).astype(np.float32)
-        return cls(gap, scores, lengths, int((gap.mask.sum(0) >= FEW_SEQUENCES).sum()))
-
-    @property
-    def place(self) -> np.ndarray:
-        """The position of each token, [1, T]."""
-        return np.arange(self.gap.mask.shape[1])[None]
-
-    @property
-    def has_columns(self) -> bool:
-        """Whether sequences begin in different columns of the dump's rows."""
-        first = self.gap.columns[:, 0]
-        return bool((first != first[0]).any())
-
-    def rotated(self, draw: np.random.Generator) -> np.ndarray:
-        """Each sequence begins at a random token, and its beginning follows its end."""
-        length = self.lengths[:, None]
-        start = draw.integers(0, self.lengths)[:, None]
-        position = self.place + start
-        position -= np.where(position >= length, length, 0)
-        position = np.where(self.gap.mask, position, 0)
-        return np.where(self.gap.mask, np.take_along_axis(self.scores, position, 1), 0)
-
-    def means(self, scores: np.ndarray) -> np.ndarray:
-        """The mean at each position that enough sequences have."""
-        count = self.gap.mask[:, : self.enough].sum(0)
-        return scores[:, : self.enough].sum(0, dtype=np.float64) / count
-
-    def means_of_columns(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The columns of the rows that enough sequences have, and the mean in each."""
-        columns = self.gap.columns[self.gap.mask]
-        counts = np.bincount(columns)
-        sums = np.bincount(columns, scores[self.gap.mask])
-        enough = np.flatnonzero(counts >= FEW_SEQUENCES)
-        return enough, sums[enough] / counts[enough]
-
-    def median(self, start: int, stop: int | None = None) -> float:
-        """The median over sequences at these positions: a few sequences do not change it."""
-        scores = self.scores[:, start:stop][self.gap.mask[:, start:stop]]
-        return float(np.median(scores)) if len(scores) else 0.0
-
-
 def rises_of(means: np.ndarray) -> np.ndarray:
     """How much larger the means of AFTER positions, from position 2 on, are than those before."""
-    if len(means) < AFTER + 2:
-        return np.zeros(0)
     until = np.pad(np.cumsum(means), (1, 0))  # the sum of the positions before each
     t = np.arange(2, len(means) - AFTER + 1)
     begin = np.maximum(t - BEFORE, 0)
@@ -676,92 +680,74 @@ def rises_of(means: np.ndarray) -> np.ndarray:
     return after - before
 
 
-def first_over_others(p: Positions, scores: np.ndarray, count: int) -> float:
+def first_over_others(means: np.ndarray, count: int) -> float:
     """Scores of the first `count` positions, less the median position."""
-    means = p.means(scores)
-    return float(means[:count].mean() - np.median(means)) if p.enough >= 3 * FIRST else 0.0
+    return float(means[:count].mean() - np.median(means)) if len(means) >= 3 * FIRST else 0.0
 
 
-def last_over_others(p: Positions, scores: np.ndarray) -> float:
+def last_over_others(gap: Aligned, scores: np.ndarray) -> float:
     """Scores of the last token of each sequence, less those of the tokens before it."""
-    rows = np.flatnonzero(p.lengths > BEFORE)
+    rows = np.flatnonzero(gap.lengths > BEFORE)
     if len(rows) < FEW_SEQUENCES:
         return 0.0
-    last = p.lengths[rows] - 1
+    last = gap.lengths[rows] - 1
     before = [scores[rows, last - k] for k in range(1, BEFORE + 1)]
     return float((scores[rows, last] - np.mean(before, axis=0)).mean())
 
 
-def last_third_over_first(p: Positions, scores: np.ndarray) -> float:
+def last_third_over_first(gap: Aligned, scores: np.ndarray) -> float:
     """Scores in the last third of each sequence, less those in the first third."""
-    third = np.where(p.lengths >= 12, p.lengths // 3, 0)
+    rows = np.flatnonzero(gap.lengths)
+    lengths = gap.lengths[rows]
+    third = np.where(lengths >= 12, lengths // 3, 0)
     if (third > 0).sum() < FEW_SEQUENCES:
         return 0.0
     until = np.pad(np.cumsum(scores, axis=1, dtype=np.float64), ((0, 0), (1, 0)))
-    rows = np.arange(len(scores))
-    first = until[rows, third]
-    last = until[rows, p.lengths] - until[rows, p.lengths - third]
-    return float((last - first).sum() / third.sum())
+    last = until[rows, lengths] - until[rows, lengths - third]
+    return float((last - until[rows, third]).sum() / third.sum())
 
 
-def from_a_position(p: Positions, value: float) -> tuple[float, np.ndarray, dict]:
-    rises = rises_of(p.means(p.scores))
+def larger_at(gap: Aligned, affected: np.ndarray, value: float, **where) -> dict:
+    """What is said of `affected` tokens, [S, T], whose scores are larger by `value`."""
+    return {"value": value, "share": gap.share_at(affected), "times": np.exp(value)} | where
+
+
+def from_a_position(gap: Aligned, value: float) -> dict:
+    rises = rises_of(gap.means(gap.centred))
     position = int(rises.argmax()) + 2 if len(rises) else 0
-    before = p.median(max(position - BEFORE, 0), position)
-    value = min(value, p.median(position, position + AFTER) - before)
-    return value, p.place >= position, {"position": position}
+    before = gap.median(max(position - BEFORE, 0), position)
+    value = min(value, gap.median(position, position + AFTER) - before)
+    return larger_at(gap, gap.place >= position, value, position=position)
 
 
-def from_a_column(p: Positions, value: float) -> tuple[float, np.ndarray, dict]:
-    columns, means = p.means_of_columns(p.scores)
+def from_a_column(gap: Aligned, value: float) -> dict:
+    columns, means = gap.means_of_columns(gap.centred)
     rises = rises_of(means)
     column = int(columns[rises.argmax() + 2]) if len(rises) else 0
-    return value, p.gap.columns >= column, {"column": column}
+    return larger_at(gap, gap.columns >= column, value, column=column)
 
 
-def at_the_beginning(p: Positions, value: float) -> tuple[float, np.ndarray, dict]:
-    value = min(value, p.median(0, 2) - p.median(2))
-    means = p.means(p.scores)
+def at_the_beginning(gap: Aligned, value: float) -> dict:
+    value = min(value, gap.median(0, 2) - gap.median(2))
+    means = gap.means(gap.centred)
     is_later = means < np.median(means) + value / 2
     end = int(is_later.argmax()) if is_later.any() else len(means)
-    return value, p.place < max(end, 2), {}
+    return larger_at(gap, gap.place < max(end, 2), value)
 
 
 # The table
 
 
-MISPLACED = Symptom(
-    "fit of a neighbouring token",
-    "shift",
-    "fixed",
-    2.0,
-    misplaced,
-    "the learner's log-probabilities fit the actor's of the token {distance} {side} it: they "
-    "differ by {there:.2g} there, and by {here:.2g} at the same token",
-)
-TRUNCATED = Symptom(
-    "mean ratio below 1",
-    "truncation",
-    "fixed",
-    0.1,
-    truncated,
-    "the mean ratio is {ratio}: the actor never says what {missing:.1%} of the learner's "
-    "probability is for",
-)
-IMPOSSIBLE = Symptom(
-    "mean ratio above 1",
-    "mean ratio",
-    "errors",
-    4.5,
-    impossible,
-    "the mean ratio is {ratio} ± {error:.1g}, and tokens that the actor samples give at most 1",
-)
-SPREAD = 0.4
-COLUMN = "a column"
-SYMPTOMS = (
-    MISPLACED,
-    Symptom(
-        OTHER_LABELS,
+SYMPTOMS = {
+    "fit of a neighbouring token": Symptom(
+        "shift",
+        "fixed",
+        2.0,
+        misplaced,
+        "the learner's log-probabilities fit the actor's of the token {distance} {side} it: they "
+        "differ by {there:.2g} there, and by {here:.2g} at the same token",
+    ),
+    "log-probabilities of other labels": Symptom(
         "shift",
         "fixed",
         2.0,  # nats
@@ -769,10 +755,22 @@ SYMPTOMS = (
         "the learner finds the tokens e^{less_likely:.1f} times less likely on average, and its "
         "log-probabilities hardly follow the actor's (correlation {common:.2f})",
     ),
-    TRUNCATED,
-    IMPOSSIBLE,
-    Symptom(
-        "line in log-probability",
+    "mean ratio below 1": Symptom(
+        "truncation",
+        "fixed",
+        0.1,
+        truncated,
+        "the mean ratio is {ratio}: the actor never says what {missing:.1%} of the learner's "
+        "probability is for",
+    ),
+    "mean ratio above 1": Symptom(
+        "mean ratio",
+        "errors",
+        4.5,
+        impossible,
+        "the mean ratio is {ratio} ± {error:.1g}, and tokens that the actor samples give at most 1",
+    ),
+    "line in log-probability": Symptom(
         "temperature",
         "fixed",
         0.25,
@@ -781,8 +779,7 @@ SYMPTOMS = (
         "(correlation of the log ratio {along:.2f}): at a temperature {of_learner} 1 the learner "
         "does not divide, at one {of_engine} 1 the engine returns raw log-probabilities",
     ),
-    Symptom(
-        "unlike log-probabilities",
+    "unlike log-probabilities": Symptom(
         "other",
         "fixed",
         0.12,
@@ -790,8 +787,7 @@ SYMPTOMS = (
         "the policies' log-probabilities correlate by {common:.2f} only: rounding to one bit of "
         "mantissa leaves more",
     ),
-    Symptom(
-        "few bits",
+    "few bits": Symptom(
         "other",
         "fixed",
         1.0,
@@ -799,8 +795,7 @@ SYMPTOMS = (
         "arithmetic with {bits:.1f} bits of mantissa would make such a gap, and formats in use "
         "leave more than {fewest:g}",
     ),
-    Symptom(
-        "bits of the precision",
+    "bits of the precision": Symptom(
         "precision",
         "fixed",
         1.0,
@@ -808,8 +803,7 @@ SYMPTOMS = (
         "arithmetic with {bits:.1f} bits of mantissa would make such a gap, and {expected} "
         "{left:g} or more",
     ),
-    Symptom(
-        "a heavy tail",
+    "a heavy tail": Symptom(
         "heavy tail",
         "fixed",
         5.0,  # root mean square over typical size
@@ -817,100 +811,92 @@ SYMPTOMS = (
         "{part:.0%} of the squared gap is at {fewest:,} of {tokens:,} tokens, {where}; the largest "
         "is token {column} of sequence {row}",
     ),
-    Symptom(
-        "sequences that differ",
+    "sequences that differ": Symptom(
         "padding",
         "permuted",
-        SPREAD,
+        0.4,
         between_sequences,
         "sequences differ: for its log-probabilities, a log ratio is {times:.1f} times as large in "
         "the worst twentieth as in the median{where} (the largest are those of sequences {worst})",
     ),
-    Symptom(
-        "a position",
+    "a position": Symptom(
         "template",
         "permuted",
         0.85,
-        lambda p, scores: float(rises_of(p.means(scores)).max(initial=0.0)),
-        "from token {position} on, log ratios are {times:.1f} times as large as before",
         from_a_position,
+        "from token {position} on, log ratios are {times:.1f} times as large as before",
+        lambda gap, scores, means: float(rises_of(means).max(initial=0.0)),
     ),
-    Symptom(
-        "a large beginning",
+    "a large beginning": Symptom(
         "beginning",
         "permuted",
         0.4,
-        functools.partial(first_over_others, count=2),
-        "log ratios are {times:.1f} times as large at the first tokens as later",
         at_the_beginning,
+        "log ratios are {times:.1f} times as large at the first tokens as later",
+        lambda gap, scores, means: first_over_others(means, 2),
     ),
-    Symptom(
-        "the first token",
+    "the first token": Symptom(
         "beginning",
         "permuted",
         0.6,
-        functools.partial(first_over_others, count=1),
+        lambda gap, value: larger_at(
+            gap, gap.place == 0, min(value, gap.median(0, 1) - gap.median(1))
+        ),
         "log ratios are {times:.1f} times as large at the first token as later",
-        lambda p, value: (min(value, p.median(0, 1) - p.median(1)), p.place == 0, {}),
+        lambda gap, scores, means: first_over_others(means, 1),
     ),
-    Symptom(
-        "the last token",
+    "the last token": Symptom(
         "last token",
         "permuted",
         0.7,
-        last_over_others,
+        lambda gap, value: larger_at(gap, gap.is_last, value),
         "log ratios are {times:.1f} times as large at the last token of sequences as just before",
-        lambda p, value: (value, p.place == p.lengths[:, None] - 1, {}),
+        lambda gap, scores, means: last_over_others(gap, scores),
     ),
-    Symptom(
-        "a trend",
+    "a trend": Symptom(
         "trend",
         "permuted",
         0.6,
-        last_third_over_first,
+        lambda gap, value: larger_at(gap, gap.place >= gap.lengths[:, None] // 3, value),
         "log ratios are {times:.1f} times as large in the last third of a sequence as in the first",
-        lambda p, value: (value, p.place >= p.lengths[:, None] // 3, {}),
+        lambda gap, scores, means: last_third_over_first(gap, scores),
     ),
-    Symptom(
-        COLUMN,
+    "a column": Symptom(
         "template",
         "permuted",
         0.85,
-        lambda p, scores: float(rises_of(p.means_of_columns(scores)[1]).max(initial=0.0)),
+        from_a_column,
         "from column {column} of the rows on, prompts included, log ratios are {times:.1f} times "
         "as large as before",
-        from_a_column,
+        lambda gap, scores, means: float(
+            rises_of(gap.means_of_columns(scores)[1]).max(initial=0.0)
+        ),
     ),
-    Symptom(
-        "tokens seen before",
+    "tokens seen before": Symptom(
         "repetition",
         "errors",
         0.35,  # typical sizes
         seen_before,
         "where a token occurs again in its sequence, the learner's log-probability is {side}, by "
-        "{difference:.1f} of the typical log ratio",
+        "{value:.1f} of the typical log ratio",
     ),
-    Symptom(
-        "advantages",
+    "advantages": Symptom(
         "stale",
         "errors",
         0.15,
         learned,
-        "the learner favours what turned out well (correlation {correlation:.2f} of a sequence's "
+        "the learner favours what turned out well (correlation {value:.2f} of a sequence's "
         "log ratios and advantages): it has learned from such tokens, the actor has not",
     ),
-)
+}
 
 
 # Fillers
 
 
-ZERO = 1e-6  # a log-probability of this size is 0
-CLEAR = 0.7  # nats: the other program gives the token less than half of the constant's probability
-CLEAR_AT_END = 0.1  # the same for the first or last token of nearly every sequence
 FEW = 4  # tokens of this number may be chance
-MUCH_MORE = 2.0  # how much more often such tokens must differ than all others
 NEARLY = 0.9  # share that stands for all
+ZERO = 1e-6  # a log-probability of this size is 0
 
 
 def without_fillers(gap: Gap) -> tuple[Gap, Seen | None]:
@@ -925,31 +911,30 @@ def without_fillers(gap: Gap) -> tuple[Gap, Seen | None]:
     """
     if gap.mask.sum() < FEW_TOKENS or not gap.log_ratio.any():
         return gap, None
-    aligned = gap.left_aligned()
+    aligned = Aligned.of(gap)
     whose, logp = "the actor's", aligned.actor
-    fillers = constants(logp, aligned.learner, aligned.mask)
+    fillers = fillers_of(logp, aligned.learner, aligned)
     if not fillers.any():
         whose, logp = "the learner's", aligned.learner
-        fillers = constants(logp, aligned.actor, aligned.mask)
+        fillers = fillers_of(logp, aligned.actor, aligned)
     if not fillers.any():
         return gap, None
-    rows, places = np.nonzero(fillers)
     tokens = np.zeros_like(gap.mask)
-    tokens[rows, aligned.columns[rows, places]] = True
+    np.put_along_axis(tokens, aligned.columns, fillers, 1)
     rest = gap.without(tokens)
     # A shift puts other numbers beside the zeros of tokens that are certain.
     is_judged = rest.mask.sum() >= FEW_TOKENS
-    if is_judged and measure(MISPLACED, Evidence(rest.left_aligned())).is_seen:
+    if is_judged and measure("fit of a neighbouring token", Aligned.of(rest)).is_seen:
         return gap, None
     numbers, counts = np.unique(logp[fillers], return_counts=True)
     constant = numbers[counts.argmax()]
     if abs(constant) <= ZERO:
         constant = 0.0
-    where, fix = whereabouts(fillers, aligned.mask)
+    where, fix = whereabouts(fillers, aligned)
     is_everywhere = fillers.sum() >= NEARLY * gap.mask.sum()
     is_greedy = is_everywhere and constant == 0 and logp is aligned.actor
     square = np.square(gap.log_ratio)
-    seen = Seen(
+    symptom = Seen(
         name="fillers",
         kind="greedy" if is_greedy else "filler",
         value=float(tokens.sum()),
@@ -957,51 +942,48 @@ def without_fillers(gap: Gap) -> tuple[Gap, Seen | None]:
         says=f"{whose} log-probabilities are exactly {constant:g} at {where}. {fix}",
         share=float(square[tokens].sum() / max(square[gap.mask].sum(), TINY**2)),
     )
-    return rest, seen
+    return rest, symptom
 
 
-def constants(logp: np.ndarray, other: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def fillers_of(logp: np.ndarray, other: np.ndarray, gap: Aligned) -> np.ndarray:
     """Tokens at which `logp` is a constant that the other program clearly contradicts, [S, T]."""
+    mask = gap.mask
     is_zero = mask & (np.abs(logp) <= ZERO)
-    differs = mask & (np.abs(logp - other) > CLEAR)
-    found = zeros_in_every_sequence(is_zero, other, mask)
+    # The other program gives the token less than half of the constant's probability.
+    differs = mask & (np.abs(logp - other) > 0.7)
+
+    def is_rare_elsewhere(tokens: np.ndarray) -> bool:
+        """Whether such tokens differ more than twice as often as all others."""
+        return rate(differs, tokens) > 2 * rate(differs, mask & ~tokens)
+
+    # At the last token of most sequences, or at the first, and rare elsewhere: the other program
+    # often expects such a token, so a smaller difference is enough.
+    is_contradicted = is_zero & (other < -0.1)
+    found = np.zeros_like(mask)
+    for is_place in (gap.is_last, mask & (gap.place == 0)):
+        tokens = is_contradicted & is_place
+        elsewhere = rate(is_contradicted, mask & ~is_place)
+        if tokens.sum() >= FEW and rate(is_contradicted, is_place) > max(0.5, 5 * elsewhere):
+            found |= tokens
     clear_zeros = is_zero & differs
-    is_rare_elsewhere = rate(differs, is_zero) > MUCH_MORE * rate(differs, mask & ~is_zero)
     # Of the zeros of which only one program is certain, a fifth must differ clearly. Fewer do where
     # an actor samples by top-p, and a single token is left to sample.
     is_most = rate(differs, is_zero & (other < -0.01)) > 0.2
-    if clear_zeros.sum() >= FEW and is_rare_elsewhere and is_most:
-        found |= runs_with(is_zero, clear_zeros)
+    if clear_zeros.sum() >= FEW and is_rare_elsewhere(is_zero) and is_most:
+        # The runs of zeros that contain a clear one
+        run = np.cumsum(starts_of_runs(is_zero)).reshape(mask.shape)
+        found |= is_zero & np.isin(run, np.unique(run[clear_zeros]))
     elif is_zero.sum() >= NEARLY * mask.sum():
         # A policy that is nearly as certain as a greedy one differs less.
-        is_contradicted = is_zero & (other < -CLEAR_AT_END)
         if is_contradicted.sum() >= max(FEW, 0.02 * mask.sum()):
             found |= is_zero
     for number in repeated_numbers(logp[mask & ~is_zero]):
         tokens = mask & (logp == number)
-        seen = other[tokens & differs]
-        is_common = len(seen) > max(FEW, tokens.sum() / 2)
+        contradictions = other[tokens & differs]
+        is_common = len(contradictions) > max(FEW, tokens.sum() / 2)
         # The same context gives the same two log-probabilities again. A filler stands for many.
-        varies = len(np.unique(seen)) > FEW
-        is_rare_elsewhere = rate(differs, tokens) > MUCH_MORE * rate(differs, mask & ~tokens)
-        if is_common and varies and is_rare_elsewhere:
-            found |= tokens
-    return found
-
-
-def zeros_in_every_sequence(is_zero: np.ndarray, other: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Zeros at the last token of most sequences, or at the first, that are rare elsewhere, [S, T].
-
-    The other program often expects such a token, so a smaller difference is enough.
-    """
-    is_clear = is_zero & (other < -CLEAR_AT_END)
-    found = np.zeros_like(mask)
-    last = mask.sum(1)[:, None] - 1
-    place = np.arange(mask.shape[1])
-    for is_place in (mask & (place == last), mask & (place == 0)):
-        tokens = is_clear & is_place
-        elsewhere = rate(is_clear, mask & ~is_place)
-        if tokens.sum() >= FEW and rate(is_clear, is_place) > max(0.5, 5 * elsewhere):
+        varies = len(np.unique(contradictions)) > FEW
+        if is_common and varies and is_rare_elsewhere(tokens):
             found |= tokens
     return found
 
@@ -1026,65 +1008,68 @@ def rate(hits: np.ndarray, among: np.ndarray) -> float:
     return float(hits[among].mean()) if among.any() else 0.0
 
 
-def runs_with(inside: np.ndarray, marked: np.ndarray) -> np.ndarray:
-    """The runs of tokens `inside` that contain a marked token, [S, T]."""
-    starts = inside & ~np.pad(inside, ((0, 0), (1, 0)))[:, :-1]
-    number = np.cumsum(starts.ravel()).reshape(inside.shape)
-    wanted = np.unique(number[marked])
-    return inside & np.isin(number, wanted)
+def starts_of_runs(tokens: np.ndarray) -> np.ndarray:
+    """Which tokens are the first of neighbouring ones, [S, T]."""
+    return tokens & ~np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
 
 
-def whereabouts(tokens: np.ndarray, mask: np.ndarray) -> tuple[str, str]:
+def whereabouts(tokens: np.ndarray, gap: Aligned) -> tuple[str, str]:
     """Which tokens these are, in words, and what to do about them."""
-    count = int(tokens.sum())
-    share = count / mask.sum()
-    if share >= NEARLY:
-        text = "all" if count == mask.sum() else f"{share:.0%} of the"
-        return (
-            f"{text} tokens",
+    count = tokens.sum()
+    share = count / gap.mask.sum()
+    sequences = tokens.any(1).sum()
+    of_sequences = f"{sequences} of {gap.sequences} sequences"
+    mean = f"{count / sequences:.0f} tokens (on average)"
+    runs = starts_of_runs(tokens).sum()
+    is_filled = tokens | ~gap.mask
+    is_whole = is_filled.all(1, keepdims=True)
+    is_to_the_end = np.logical_and.accumulate(is_filled[:, ::-1], axis=1)[:, ::-1]
+
+    def are_in(places: np.ndarray) -> bool:
+        return (tokens & places).sum() >= NEARLY * count
+
+    rows = (
+        (
+            share >= NEARLY,
+            f"{'all' if share == 1 else f'{share:.0%} of the'} tokens",
             "An actor that is greedy (temperature 0) reports this, and so does a program that has "
             "not recorded them.",
-        )
-    sequences = int(mask.any(1).sum())
-    of_sequences = f"{int(tokens.any(1).sum())} of {sequences} sequences"
-    mean = f"{count / tokens.any(1).sum():.0f} tokens (on average)"
-    is_filled = tokens | ~mask
-    is_whole = is_filled.all(1, keepdims=True)
-    whole = int((tokens & is_whole).any(1).sum())
-    place = np.arange(mask.shape[1])
-    for inside, where, fix in (
+        ),
         (
-            is_whole,
-            f"all tokens of {whole} of {sequences} sequences",
+            are_in(is_whole),
+            f"all tokens of {(tokens & is_whole).any(1).sum()} of {gap.sequences} sequences",
             "These are greedy (temperature 0), or they were not recorded: mask them.",
         ),
         (
-            place == mask.sum(1)[:, None] - 1,
+            are_in(gap.is_last),
             f"the last token of {of_sequences}",
             "An end token was appended that was not sampled: mask it.",
         ),
-        (place == 0, f"the first token of {of_sequences}", "It was not sampled: mask it."),
         (
-            np.logical_and.accumulate(is_filled[:, ::-1], axis=1)[:, ::-1],
+            are_in(gap.place == 0),
+            f"the first token of {of_sequences}",
+            "It was not sampled: mask it.",
+        ),
+        (
+            are_in(is_to_the_end),
             f"the last {mean} of {of_sequences}",
             "This is padding that counts: give a mask that leaves it out.",
         ),
         (
-            np.logical_and.accumulate(tokens, axis=1),
+            are_in(np.logical_and.accumulate(tokens, axis=1)),
             f"the first {mean} of {of_sequences}",
             "This is a prompt or padding that counts: give a mask that leaves it out.",
         ),
-    ):
-        if (tokens & inside).sum() >= NEARLY * count:
-            return where, fix
-    runs = int((tokens & ~np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]).sum())
-    if count >= 3 * runs:
-        return (
+        (
+            count >= 3 * runs,
             f"{share:.1%} of the tokens, in {runs:,} runs of about {count / runs:.0f} tokens in "
             f"{of_sequences}",
             "These were not sampled, as replies of a tool are not: mask them.",
-        )
-    return (
-        f"{share:.1%} of the tokens, here and there in {of_sequences}",
-        "These were not sampled, or were not recorded: mask them.",
+        ),
+        (
+            True,
+            f"{share:.1%} of the tokens, here and there in {of_sequences}",
+            "These were not sampled, or were not recorded: mask them.",
+        ),
     )
+    return next((where, fix) for is_true, where, fix in rows if is_true)

@@ -33,31 +33,23 @@ forgotten.
 
 import torch
 
-from ..dumps.rules import (
-    CLIP,
-    DROP,
-    PRODUCT,
-    TOKEN,
-    Rule,
-    rule_of,
-    weigh,
-)
+from ..dumps.rules import RULES, Rule, weigh
 
 BOUND = 2.0
 CLIP_OF_PPO = 0.2
 # How each correction accounts for mu. The rows of stacks are those of the table of their rules.
 CORRECTIONS = {
     "none": Rule(),
-    "token_weights": rule_of("verl", "rollout_is=token"),
-    "sequence_weights": rule_of("verl", "rollout_is=sequence"),
-    "mask_tokens": Rule(gate=TOKEN, action=DROP, lower=1 / BOUND, upper=BOUND),
-    "mask_sequences": Rule(gate=PRODUCT, action=DROP, lower=1 / BOUND, upper=BOUND),
+    "token_weights": RULES["verl", "rollout_is=token"],
+    "sequence_weights": RULES["verl", "rollout_is=sequence"],
+    "mask_tokens": Rule(gate="token", action="drop", lower=1 / BOUND, upper=BOUND),
+    "mask_sequences": Rule(gate="product", action="drop", lower=1 / BOUND, upper=BOUND),
     "clip": Rule(),  # the clip itself is that of `gradient_factor`
-    "clip_negative": Rule(gate=TOKEN, action=CLIP, lower=1 - CLIP_OF_PPO),
-    "clip_positive": Rule(gate=TOKEN, action=CLIP, upper=1 + CLIP_OF_PPO),
+    "clip_negative": Rule(gate="token", action="clip", lower=1 - CLIP_OF_PPO),
+    "clip_positive": Rule(gate="token", action="clip", upper=1 + CLIP_OF_PPO),
     "one_precision": Rule(),
-    "masked_sequence_weights": rule_of("trl", "use_vllm=True"),
-    "gated_token_weights": rule_of("openrlhf", "is_correction_level=seq"),
+    "masked_sequence_weights": RULES["trl", "use_vllm=True"],
+    "gated_token_weights": RULES["openrlhf", "is_correction_level=seq"],
 }
 
 

@@ -1,8 +1,8 @@
 """Brings the doctor into the process of a script.
 
-Python imports a module of this name before it runs a script. `command.launch` puts this folder in
-front of PYTHONPATH, so this is the one that Python finds. The script, and the processes that it
-starts, see nothing of it: neither the folder nor the two variables of the environment.
+Python imports a module of this name before it runs a script. `launch` (__main__.py) puts this
+folder in front of PYTHONPATH, so this is the one that Python finds. The script, and the processes
+that it starts, see nothing of it: neither the folder nor the two variables of the environment.
 """
 
 import importlib
