@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 
 from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.study import comparison, figures, parallel
-from fp8rl.study.film import font, gif_of
+from fp8rl.study.film import gif_of
 from fp8rl.tasks.custom_env import CustomEnv
 from fp8rl.train import train
 
@@ -77,7 +77,7 @@ def episode(policy: Callable, most: int) -> list[np.ndarray]:
 def captioned(frame: np.ndarray, caption: str) -> np.ndarray:
     """The frame with a caption in its upper left corner."""
     image = Image.fromarray(frame)
-    ImageDraw.Draw(image).text((76, 40), caption, "black", font(18))
+    ImageDraw.Draw(image).text((76, 40), caption, "black", ImageFont.load_default(18))
     return np.asarray(image)
 
 
@@ -92,8 +92,14 @@ def before_and_after() -> bytes:
 def draw(curves: dict, path: Path) -> None:
     figure = Figure(figsize=(5, 5), layout="constrained")
     ax = figure.add_subplot()
-    figures.series(ax, curves, "return of a training episode, at most 200", window=3).set(
-        xlim=(0, Config.steps), ylim=(0, 205)
+    for style, (name, (steps, returns)) in zip(figures.styles(curves), curves.items(), strict=True):
+        width = min(3, len(steps))
+        mean = np.convolve(returns.mean(axis=0), np.ones(width) / width, "valid")
+        ax.plot(steps[width - 1 :], mean, label=name, **{**style, "marker": ""})
+    figures.steps_axis(ax, ticks=4).set(
+        ylabel="return of a training episode, at most 200",
+        xlim=(0, Config.steps),
+        ylim=(0, 205),
     )
     ax.set_title(f"Four precisions learn alike: mean of {len(SEEDS)} seeds", fontsize=11)
     ax.legend(loc="lower right", fontsize=11)  # the ends of the lines lie on each other

@@ -19,14 +19,16 @@ import importlib.util
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 
-from fp8rl.cli.throughput import origin, seconds_of  # noqa: F401  (benchmarks share it)
+from fp8rl.machine.hardware import origin
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -199,6 +201,31 @@ def write_tables(path: Path, *parts: str, more: str = "") -> str:
 
 
 # The commands
+
+
+def seconds_of(
+    steps: dict, rounds: int = 7, round_seconds: float = 0.05, device="cuda"
+) -> dict[str, float]:
+    """Median seconds of each callable, over rounds that alternate between them.
+
+    Each round is long enough for the clock's resolution.
+    """
+
+    def timed(step, repeats):
+        began = time.perf_counter()
+        for _ in range(repeats):
+            step()
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - began) / repeats
+
+    for step in steps.values():
+        timed(step, 3)  # warm-up
+    repeats = {name: max(1, int(round_seconds / timed(step, 1))) for name, step in steps.items()}
+    times = [
+        {name: timed(step, repeats[name]) for name, step in steps.items()} for _ in range(rounds)
+    ]
+    return {name: statistics.median(x[name] for x in times) for name in steps}
 
 
 def obstacle(name: str) -> str | None:

@@ -14,7 +14,7 @@ from fp8rl.config import Config
 from fp8rl.machine import acting
 from fp8rl.population.networks import Agents
 from fp8rl.rollout import unroll
-from fp8rl.tasks.cartpole import CartPole
+from fp8rl.tasks.classic_control import CartPole
 from fp8rl.train import Run
 
 triton = pytest.importorskip("triton", reason="triton is not installed")

@@ -24,7 +24,7 @@ from fp8rl.disk.run_folder import Folder
 from fp8rl.env import Cart
 from fp8rl.machine import hardware
 from fp8rl.replay.layouts import LAYOUTS
-from fp8rl.tasks.cartpole import CartPole
+from fp8rl.tasks.classic_control import CartPole
 from fp8rl.train import iterate
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -174,13 +174,10 @@ REFUSED = (
     ("env_id is .*, .*pip install physics", "train --env-id fp8rl-tests/Physics-v0"),
     ("checkpoint_every is ", "train --checkpoint-every -1"),
     ("out is missing", "train"),
-    ("learning_rate is ", "study --learning-rate 1e-3 0.001"),
-    ("precisions is ", "study --precisions fp32 fp32"),
-    ("fp32, learning_rate None is ", "study --precisions fp32 --learning-rate None 1e-3"),
     ("gamma is ", "study --gamma"),
     ("seeds is ", "study --seeds 0"),
     ("threshold is ", "study --env-id Pendulum-v1"),
-    ("env_id is 'CartPole', .* no version: use CartPole-v1$", "study --env-id CartPole"),
+    ("threshold is None, and CartPole has none", "study --env-id CartPole"),
     ("workers is ", "study --workers 0"),
     ("a network .*: lower hidden_size, layers", "train --hidden-size 10000"),
     (r"population of \d+ agents .*: lower hidden_size", "study --hidden-size 10000 --seeds 50"),
@@ -301,7 +298,7 @@ def test_what_ends_a_command_is_one_line(error, code, line, monkeypatch, capsys)
 
     monkeypatch.setattr(command_line, "run_command", fail)
     with pytest.raises(SystemExit) as caught:
-        run_cli("bench")
+        run_cli("memory")
     said = capsys.readouterr().err
     assert caught.value.code == code
     assert re.match(f"fp8rl: {line}", said) and said.count("\n") == 1
@@ -346,7 +343,7 @@ def test_a_finished_run_is_lengthened_and_its_learning_rate_is_that_of_the_new_l
         patch.setattr(Cart, "step", interrupt)  # killed at once, it goes on to the new length
         run_cli("train", "--resume", out, "--steps", "2.048e3")
     said = capsys.readouterr().out
-    assert "goes on to 2,048 steps, not 1,024: " in said and "length, 0.0005, not 0\n" in said
+    assert "the run goes on to 2,048 steps, not 1,024\n" in said
     assert json.loads((out / "config.json").read_text())["steps"] == 2048
     run_cli("train", "--resume", out)
     rates = [float(row["learning_rate"]) for row in rows_of_csv(out / "metrics.csv")]
@@ -374,7 +371,7 @@ def test_a_stopped_run_is_shortened_to_what_it_has_not_done_yet(tmp_path, capsys
         said = refused("train", "--resume", out, "--steps", steps)
         assert said.startswith(f"steps is {steps:,}, ") and "use at least 1,024" in said
     run_cli("train", "--resume", out, "--steps", 1024)
-    assert "the run goes on to 1,024 steps, not 2,048: " in capsys.readouterr().out
+    assert "the run goes on to 1,024 steps, not 2,048\n" in capsys.readouterr().out
     _, last = rows_of_csv(out / "metrics.csv")
     assert last["eval_return"] != "nan"
 
@@ -397,8 +394,7 @@ def test_a_config_that_was_edited_is_named_and_stays_as_it_is(tmp_path, refused)
             text = text.replace('"steps": 2048,\n', "")
         path.write_text(text)
         said = refused("train", "--resume", tmp_path / "a")
-        assert said.startswith(f"{path} was changed ({named}") and "--out FOLDER" in said
-        assert ("add --steps 4096" in said) == ("steps" in edit)
+        assert said.startswith((f"{path} was changed ({named}", f"{path}: {named}"))
         assert path.read_text() == text
     # The same in other words is no edit
     values = json.loads(whole)
@@ -572,14 +568,3 @@ def test_memory_counts_the_whole_capacity_of_a_ring_in_a_folder_and_the_room_on_
     assert result["available_bytes"] == 12_345_678_901
     # In memory, only what the run can fill
     assert memory_of(capsys, *options)["predicted_bytes"] == 1_769_760
-
-
-def test_bench_prints_json_a_width(capsys):
-    options = ["--precision", "fp32", "--seconds", 0.1, "--json"]
-    run_cli("bench", "--num-envs", 16, "--hidden-size", 16, 32, *options)
-    narrow, wide = json.loads(capsys.readouterr().out)
-    assert (narrow["hidden_size"], wide["hidden_size"]) == (16, 32)
-    assert narrow["num_envs"] == 16 and narrow["train_steps_per_second"] > 0
-    run_cli("bench", "--agents", 2, "--num-envs", 4, *options)
-    result = json.loads(capsys.readouterr().out)
-    assert result["agents"] == 2 and result["train_steps_per_second"] > 0

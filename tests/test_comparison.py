@@ -173,21 +173,18 @@ def test_a_journal_of_an_older_study_has_its_curve_of_training_and_its_clip(tmp_
     journal.path.write_text(json.dumps(line) + "\n")
     ((again, kept),) = comparison.Journal(journal.path).histories.items()
     assert again == dataclasses.replace(config, clip_by="actor")
-    steps, values = comparison.training_curve([kept])
+    steps, values = comparison.stack([kept], "train_return", carry=True)
     assert steps.size and values[0, -1] == history.column("train_return")[-1]
 
 
-@pytest.mark.parametrize("change", [None, {"rows": []}, {"arm": []}, {"eval_return": np.nan}])
+@pytest.mark.parametrize("change", [None, {"rows": []}, {"arm": []}])
 def test_a_line_of_a_journal_that_is_no_run_is_named_and_the_rest_stays(change, tmp_path):
     journal = comparison.Journal(tmp_path / "runs.jsonl")
     for seed in range(3):
         journal.add("a", small(seed=seed), history_of([100]))
     lines = journal.path.read_text().splitlines(keepends=True)
     row = json.loads(lines[1])
-    if change and "eval_return" in change:
-        row["rows"][0] |= change
-    else:
-        row = change and row | change
+    row = change and row | change
     lines[1] = json.dumps(row) + "\n"
     damaged = "".join(lines) + "half a li"
     journal.path.write_text(damaged)
@@ -218,8 +215,10 @@ def test_curves_of_training_take_the_last_value_where_no_episode_ended():
 
     nan = math.nan
     runs = [trained(nan, 1, nan, 3), trained(5, nan, 6, nan), trained(9)]  # the last ended early
-    steps, values = comparison.training_curve(runs)
+    steps, values = comparison.stack(runs, "train_return", carry=True)
     assert steps.tolist() == [1024, 1536, 2048]
     assert values.tolist() == [[1, 1, 3], [5, 6, 6]]
-    steps, values = comparison.training_curve([history_of([1, 2])])  # has no such column
+    steps, values = comparison.stack(
+        [history_of([1, 2])], "train_return", carry=True
+    )  # has no such column
     assert steps.shape == (0,) and values.shape == (1, 0)

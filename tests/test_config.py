@@ -8,8 +8,7 @@ from helpers import refused, trained
 from fp8rl.config import Config
 from fp8rl.distribution import Gaussian
 from fp8rl.env import Cart
-from fp8rl.tasks.cartpole import CartPole
-from fp8rl.tasks.pendulum import Pendulum
+from fp8rl.tasks.classic_control import CartPole, Pendulum
 
 RANGES = {  # remedy -> what it is for
     "use at least 1": "steps num_envs rollout_length capacity slice_length batch_size eval_episodes hidden_size layers",

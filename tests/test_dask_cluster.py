@@ -9,12 +9,13 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from helpers import SIZED, refusal, refused, run_cli, small, start_server, without_seconds
 
+from fp8rl.disk import checkpoint
 from fp8rl.study import batch_file, dask_cluster, parallel
+from fp8rl.study.batch_file import BatchFile
 
 dask = pytest.importorskip("dask")
 distributed = pytest.importorskip("distributed")
@@ -99,22 +100,22 @@ async def close(dask_worker) -> None:
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_another_worker_goes_on_with_a_batch_from_where_it_was_saved(is_killed, workers, tmp_path):
     config = small(steps=51_200, eval_every=0, eval_episodes=1)
+    path = BatchFile(tmp_path, [config]).path
     with dask_cluster.dask_cluster(workers.scheduler_address) as cluster:
-        client = cluster._client
-        client.run(setattr, batch_file, "FIRST", 0)  # seconds
-        shared = cluster.share(tmp_path / "nothing")
-        future = cluster.submit(parallel.train_batch, parallel.run, [config], 0, 195, shared)
-        wait_until(lambda: shared.variable.get(timeout=1)[1])
-        client.run(setattr, batch_file, "FIRST", 1)
+        client = cluster._executor._client
+        client.run(setattr, batch_file, "SECONDS", -1)
+        future = cluster.submit(parallel.train_batch, parallel.run, [config], 0, tmp_path)
+        wait_until(path.exists)
+        client.run(setattr, batch_file, "SECONDS", 60)
+        _, state = checkpoint.resume(path, trust=True)
         if is_killed:
             kill_one_at_work(workers, lambda: True)
         else:
             busy = [address for address, keys in client.processing().items() if keys]
             client.run(close, workers=busy, wait=False)
-        wait_until(lambda: shared.variable.get(timeout=1)[0])
-        begun, content = shared.variable.get(timeout=1)
-        assert begun == 1 and content  # another worker has begun with it
         (history,) = future.result()
+    seconds = state["history"]["seconds"].tolist()  # which training again would not repeat
+    assert seconds and history.columns["seconds"][: len(seconds)] == seconds
     assert history.columns["loss"] == parallel.run(config).columns["loss"]
 
 
@@ -127,7 +128,7 @@ def noted(path: Path, config):
 
 def test_a_killed_worker_costs_the_batch_it_had_and_no_earlier_one(workers, tmp_path):
     path = tmp_path / "begun"
-    configs = [small(seed=seed, steps=4_096, eval_every=0, eval_episodes=1) for seed in range(5)]
+    configs = [small(seed=seed, steps=16_384, eval_every=0, eval_episodes=1) for seed in range(5)]
     finished = {}
     kill = (workers, lambda: len(finished) >= 3)
     thread = threading.Thread(target=kill_one_at_work, args=kill)
@@ -145,55 +146,49 @@ def test_a_killed_worker_costs_the_batch_it_had_and_no_earlier_one(workers, tmp_
         assert finished[config].columns["loss"] == parallel.run(config).columns["loss"]
 
 
-def test_a_worker_of_another_version_is_refused_also_if_it_joins_later(
-    workers, monkeypatch, capsys, tmp_path
-):
-    with dask_cluster.dask_cluster(workers.scheduler_address) as cluster:
-        assert cluster.submit(pow, 2, 3).result() == 8
-        cluster._versions = cluster._versions | {"torch": "0.1"}
-        message = r"the Dask worker on .* has torch .*, and this study 0\.1: "
-        refused(message, cluster.submit(pow, 2, 3).result)
-    monkeypatch.setattr(dask_cluster, "hash_of_code", lambda: "of a test")
-    dask_cluster.own_kind.cache_clear()
+def test_a_worker_of_another_version_is_refused(workers, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(dask_cluster, "SAME", ("fp8rl", "torch", "pluggy"))
+    distributed.versions._version_cached.cache_clear()
+    version = distributed.versions.version
+
+    def changed(name: str) -> str:
+        return "0.1" if name == "pluggy" else version(name)
+
+    monkeypatch.setattr(distributed.versions, "version", changed)
+    words = ["--scheduler", workers.scheduler_address, "--out", tmp_path / "a"]
     try:
-        words = ["--scheduler", workers.scheduler_address, "--out", tmp_path / "a"]
         said = refusal(capsys, *STUDY, *words)
     finally:
-        dask_cluster.own_kind.cache_clear()
-    assert "has fp8rl, by a hash of its code, " in said
+        distributed.versions._version_cached.cache_clear()
+    assert re.match(r"the Dask worker tcp://\S+ has pluggy \S+, and this study 0\.1: install", said)
     assert not list(tmp_path.iterdir())
 
 
 class FakeClient:
     """Stands for a client of workers with these threads and processors, on two machines."""
 
-    scheduler = SimpleNamespace(address="tcp://10.0.0.9:8786")
-
-    def __init__(self, threads, processors):
+    def __init__(self, threads, processors, versions="2.0+cpu"):
         addresses = [f"tcp://10.0.0.{k % 2}:{k}" for k in range(len(threads))]
         self.workers = {
             address: {"host": address[6:14], "nthreads": n}
             for address, n in zip(addresses, threads, strict=True)
         }
-        kind = dask_cluster.own_kind()
-        self.kinds = {
-            address: kind._replace(processor=name)
-            for address, name in zip(addresses, processors, strict=True)
-        }
+        self.processors = dict(zip(addresses, processors, strict=True))
+        self.version = versions
 
     def get_executor(self, pure):
         assert pure is False
 
+    def get_versions(self, packages):
+        ours = {"packages": dict.fromkeys(packages, "2.0")}
+        theirs = {"packages": dict.fromkeys(packages, self.version)}
+        return {"client": ours, "scheduler": ours, "workers": dict.fromkeys(self.workers, theirs)}
+
     def scheduler_info(self, n_workers):
         return {"workers": self.workers}
 
-    def run_on_scheduler(self, function):
-        return dask_cluster.own_kind()
-
     def run(self, function):
-        if not self.kinds:
-            raise Exception("ModuleNotFoundError(\"No module named 'fp8rl'\")")
-        return self.kinds
+        return self.processors
 
 
 def test_threads_and_kinds_of_processors_are_told():
@@ -203,22 +198,9 @@ def test_threads_and_kinds_of_processors_are_told():
     threads, kinds = dask_cluster.Cluster(FakeClient([1, 4], ["B", "A"])).warnings
     assert "tcp://10.0.0.1:1 has 4 threads" in threads and "--nthreads 1" in threads
     assert kinds.startswith("the Dask workers have several kinds of processor (A; B): ")
-    message = "the Dask scheduler or a worker cannot tell its version"
-    refused(message, dask_cluster.Cluster, FakeClient([], []))
-
-
-def test_a_study_without_a_worker_tells_once_that_it_waits_and_that_one_has_come(monkeypatch):
-    monkeypatch.setattr(dask_cluster, "ALONE", 0)
-    client = FakeClient([1], ["A"])
-    cluster = dask_cluster.Cluster(client)
-    assert cluster.news() is None
-    worker = client.workers
-    client.workers = {}
-    assert "no Dask worker is left at tcp://10.0.0.9:8786" in cluster.news()
-    assert cluster.news() is None
-    client.workers = worker
-    assert "a Dask worker has come" in cluster.news()
-    assert cluster.news() is None
+    for version in ("2.1", None):
+        message = f"the Dask worker tcp://10.0.0.0:0 has fp8rl {version}, and this study 2.0: "
+        refused(message, dask_cluster.Cluster, FakeClient([1], ["A"], version))
 
 
 def test_an_address_where_no_scheduler_answers_is_refused(tmp_path, monkeypatch, capsys):
@@ -228,11 +210,11 @@ def test_an_address_where_no_scheduler_answers_is_refused(tmp_path, monkeypatch,
         address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
         words = [*STUDY, "--out", tmp_path / "a", "--scheduler"]
         said = refusal(capsys, *words, address)
-    assert said.startswith(f"scheduler is {address}, where none answers (")
+    assert said.startswith(f"scheduler is {address}, where none answers or no worker is (")
     for address in ("127.0.0.1:8786", "http://127.0.0.1:8786", "tcp://127.0.0.1"):
         assert refusal(capsys, *words, address).startswith(f"scheduler is {address!r}: use an ")
     options = {"dashboard_address": ":0", "host": "127.0.0.1", "protocol": "tcp"}
     with distributed.LocalCluster(n_workers=0, processes=False, **options) as empty:
         said = refusal(capsys, *words, empty.scheduler_address)
-        assert "which has no worker: start some with dask worker tcp://127.0.0.1:" in said
+        assert "workers with dask worker tcp://127.0.0.1:" in said
     assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fp8rl import env as cart
 from fp8rl.env import LIMIT, MAX_STEPS, PUSH, Cart, TensorEnv, dynamics, outcome
 from fp8rl.evaluate import play
-from fp8rl.tasks.cartpole import CartPole
+from fp8rl.tasks.classic_control import CartPole
 from fp8rl.tasks.custom_env import CustomEnv
 from fp8rl.tasks.gymnasium_env import interface_of
 

@@ -20,7 +20,7 @@ from fp8rl.rollout import DUMMY, Collector
 from fp8rl.tasks.gymnasium_env import EnvironmentFailed, GymEnv, interface_of
 
 # Which Counter is
-pytestmark = pytest.mark.filterwarnings("ignore:.*registered without a time limit")
+pytestmark = pytest.mark.filterwarnings("ignore:.*without a time limit")
 
 
 class Counter(gymnasium.Env):
@@ -294,7 +294,7 @@ def test_a_time_limit_that_says_both_ends_is_termination_alone():
 def test_an_environment_without_a_time_limit_is_told_once():
     register("Told")
     line = (
-        "^env_id is 'fp8rl-tests/Told-v0', registered without a time limit, .* 10,000 steps: "
+        "^env_id is 'fp8rl-tests/Told-v0', without a time limit, .* 10,000 steps: "
         "register it with max_episode"
     )
     with pytest.warns(UserWarning, match=line):

@@ -10,7 +10,6 @@ import pytest
 from helpers import run_cli
 
 import fp8rl
-from fp8rl.cli.throughput import Loop
 from fp8rl.cli.train import Saving
 from fp8rl.config import Config
 from fp8rl.doctor import __main__ as doctor_command
@@ -24,7 +23,6 @@ COMMANDS = {
     "eval": ((), "episodes greedy seed precision film overwrite trust json"),
     "study": ((Comparison,), "out learning_rate overwrite scheduler workers"),
     "memory": ((Config, Machine), "layout json"),
-    "bench": ((Loop, Machine), "seconds json"),
 }
 
 

@@ -21,7 +21,7 @@ from fp8rl.disk.run_folder import read_mark
 from fp8rl.history import History
 from fp8rl.machine import hardware
 from fp8rl.study import batch_file, comparison, parallel
-from fp8rl.study.batch_file import BatchFile, SharedFile
+from fp8rl.study.batch_file import BatchFile
 from fp8rl.train import iterate
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -73,75 +73,57 @@ def train_further(iterations: int, folder: Path, configs: list[Config]) -> None:
 @pytest.fixture(scope="module")
 def whole_cart() -> list[History]:
     """The histories of a batch that nobody stopped."""
-    return parallel.train_batch(None, CART, 0, 195)
+    return parallel.train_batch(None, CART, 0)
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_batch_that_is_stopped_goes_on_bit_for_bit(name, tmp_path):
     configs = BATCHES[name]
-    whole = parallel.train_batch(each_of(configs), configs, 0, 195)
+    whole = parallel.train_batch(each_of(configs), configs, 0)
     for iterations in (1, 2):  # of the five
         train_further(iterations, tmp_path, configs)
         assert len(list(tmp_path.iterdir())) == 1
-    assert_same(parallel.train_batch(each_of(configs), configs, 0, 195, tmp_path), whole)
+    assert_same(parallel.train_batch(each_of(configs), configs, 0, tmp_path), whole)
 
 
-class Variable:
-    """Stands for a variable of a scheduler."""
-
-    value = (0, None)
-
-    def get(self, timeout):
-        return self.value
-
-    def set(self, value):
-        self.value = value
-
-
-@pytest.mark.parametrize("is_on_cluster", [False, True])
 def test_a_batch_that_is_killed_goes_on_from_where_it_was_saved_last(
-    is_on_cluster, tmp_path, whole_cart, monkeypatch
+    tmp_path, whole_cart, monkeypatch
 ):
-    variable = Variable()
-    keeping = SharedFile(variable) if is_on_cluster else tmp_path
-    monkeypatch.setattr(SharedFile, "require_wanted", lambda _: None)
-    keep = BatchFile.keep
+    monkeypatch.setattr(batch_file, "SECONDS", -1)  # so that each iteration is saved
+    save = BatchFile.save
     lengths = []
 
     def killed(file, run):
-        file.pause = -1  # so that each iteration is saved
         lengths.append(len(run.history))
         if len(lengths) in (3, 6):
             raise SystemExit
-        keep(file, run)
+        save(file, run)
 
-    monkeypatch.setattr(BatchFile, "keep", killed)
+    monkeypatch.setattr(BatchFile, "save", killed)
     for _ in range(2):
         with pytest.raises(SystemExit):
-            parallel.train_batch(None, CART, 0, 195, keeping)
-    assert (variable.value[1] is not None) == is_on_cluster
-    assert_same(parallel.train_batch(None, CART, 0, 195, keeping), whole_cart)
+            parallel.train_batch(None, CART, 0, tmp_path)
+    assert_same(parallel.train_batch(None, CART, 0, tmp_path), whole_cart)
     assert lengths == [1, 2, 3, 3, 4, 5, 5]
 
 
-def test_a_batch_is_saved_once_a_minute_at_last_and_large_files_less_often(tmp_path, monkeypatch):
+def test_a_batch_is_saved_once_a_minute(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(batch_file.time, "monotonic", lambda: now[0])
     file = BatchFile(tmp_path, CART)
     run = file.built(alone=False)
-    seconds = iter([0] * 7 + [10, 0])
-
-    def save(*_):
-        now[0] += next(seconds)
-
-    monkeypatch.setattr(batch_file.checkpoint, "save", save)
-    for pause in (1, 2, 5, 11, 23, 47, 60, 60, 500):
-        assert file.pause == pause
-        now[0] += pause
+    for _ in range(2):
+        now[0] += 60
         assert not file.is_due()
         now[0] += 1
         assert file.is_due()
         file.save(run)
+    assert file.path.exists() and not file.is_due()
+
+
+def test_a_worker_without_the_folder_trains_all_of_a_batch(tmp_path, whole_cart):
+    assert_same(parallel.train_batch(None, CART, 0, tmp_path / "elsewhere"), whole_cart)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_ring_that_memory_has_no_room_to_copy_is_not_saved(tmp_path, monkeypatch):
@@ -266,12 +248,19 @@ def test_an_interrupted_study_keeps_the_results_that_it_has_written(
     assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 2
 
 
-# Studies that grow
+# Studies of other options
 
 
-@pytest.fixture
-def trained(monkeypatch, one_process) -> list[list[Config]]:
-    """The batches that are trained, as they are."""
+QUICK = [*STUDY[:-2], "--steps", 512]
+
+
+def test_a_study_goes_on_with_its_workers(tmp_path, monkeypatch, one_process):
+    out = tmp_path / "a"
+    run_cli(*QUICK, "--seeds", 3, "--workers", 3, "--out", out)
+    results = without_seconds(out / "results.csv")
+    journal = out / "runs.jsonl"
+    line, *_ = journal.read_text().splitlines(keepends=True)
+    journal.write_text(line)
     batches = []
     train_batch = parallel.train_batch
 
@@ -280,99 +269,28 @@ def trained(monkeypatch, one_process) -> list[list[Config]]:
         return train_batch(each, configs, *others)
 
     monkeypatch.setattr(parallel, "train_batch", noted)
-    return batches
+    run_cli(*QUICK, "--seeds", 3, "--out", out)
+    assert [len(batch) for batch in batches] == [2] * 3
+    assert without_seconds(out / "results.csv") == results
 
 
-QUICK = [*STUDY[:-2], "--steps", 512]
-
-
-def test_more_seeds_are_added_in_batches_of_their_own(tmp_path, trained, capsys):
-    out = tmp_path / "a"
-    run_cli(*QUICK, "--seeds", 2, "--workers", 2, "--out", out)
-    first = without_seconds(out / "results.csv")
-    trained.clear()
-    run_cli(*QUICK, "--seeds", 5, "--out", out)
-    said = capsys.readouterr().out
-    assert f"adds agents to the study in {out}: 6 of 10 are to be trained" in said
-    names = [[(config.precision, config.seed) for config in batch] for batch in trained]
-    assert sorted(map(sorted, names)) == [
-        [("bf16", 2), ("bf16", 4), ("fp32", 3)],
-        [("bf16", 3), ("fp32", 2), ("fp32", 4)],
-    ]
-    grown = without_seconds(out / "results.csv")
-    assert len(grown) == 10 and [row for row in grown if int(row["seed"]) < 2] == first
-    assert [row["batch_agents"] for row in grown] == ["2", "2", "3", "3", "3"] * 2
-    trained.clear()
-    run_cli(*QUICK, "--seeds", 5, "--out", out)  # the split is the study's own
-    assert not trained
-    rounds = [read_mark(out)["options"]["earlier"][0], read_mark(out)["options"]]
-    assert [options["seeds"] for options in rounds] == [2, 5]
-    # Stopped in between, it trains the batches that it would have had
-    journal = out / "runs.jsonl"
-    line, *_ = journal.read_text().splitlines(keepends=True)
-    journal.write_text(line)
-    run_cli(*QUICK, "--seeds", 5, "--out", out)
-    assert (
-        sorted(map(len, trained)) == [2, 2, 3, 3] and without_seconds(out / "results.csv") == grown
-    )
-
-
-def test_precisions_numbers_and_controls_are_added_too(tmp_path, trained):
-    out = tmp_path / "a"
-    words = [*QUICK, "--seeds", 1, "--out", out]
-    run_cli(*words)
-    for options, count in (
-        (["--precisions", "fp16", "fp32", "bf16"], 1),  # in any order
-        (["--precisions", "fp16", "fp32", "bf16", "--gamma", "None", 0.9], 3),
-        (["--precisions", "fp32", "fp16", "bf16", "--gamma", "None", 0.9, "--controls"], 4),
-    ):
-        trained.clear()
-        run_cli(*words, *options)
-        assert len([*itertools.chain(*trained)]) == count
-    assert len(without_seconds(out / "results.csv")) == 2 + 1 + 3 + 4
-    assert {row["arm"] for row in without_seconds(out / "results.csv")} >= {
-        "fp32, gamma None",
-        "fp32, gamma 0.9",
-    }
-
-
-def test_a_control_that_is_an_agent_of_the_larger_study_is_not_trained_again(tmp_path, trained):
-    out = tmp_path / "a"
-    words = [*QUICK[:2], "fp32", *QUICK[4:], "--controls", "--out", out]
-    run_cli(*words, "--seeds", 2)  # and the control's, 2 and 3
-    trained.clear()
-    run_cli(*words, "--seeds", 3)
-    # Of the control on other seeds, which are 3 to 5 now, and of the control that must fail
-    assert sorted(config.seed for config in itertools.chain(*trained)) == [2, 4, 5]
-    assert len(without_seconds(out / "results.csv")) == 9
-
-
-def test_a_study_of_less_of_another_goal_or_with_a_forged_mark_is_refused(
-    tmp_path, trained, capsys
-):
+def test_a_study_of_other_options_or_with_a_forged_mark_is_refused(tmp_path, one_process, capsys):
     out = tmp_path / "a"
     run_cli(*QUICK, "--seeds", 2, "--workers", 1, "--out", out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     for said, *options in (
-        ("seeds is 2 there and 1 here", "--seeds", 1),
+        ("seeds is 2 there and 3 here", "--seeds", 3),
         ("precisions is ['fp32', 'bf16'] there and ['fp32'] here", "--precisions", "fp32"),
         ("steps is [512] there and [1024] here", "--steps", 1024),
         ("workers is 1 there and 2 here", "--workers", 2),
-        ("seeds is 2 there and 4 here, threshold is 195.0 there", "--seeds", 4, "--threshold", 9),
+        ("threshold is 195.0 there and 9.0 here", "--threshold", 9),
     ):
         refusal_of = refusal(capsys, *QUICK, "--seeds", 2, "--out", out, *options)
-        assert refusal_of.startswith(f"out is {out}, which holds another study ({said}")
+        assert refusal_of.startswith(f"out is {out}, which holds another study ({said})")
         assert "add --overwrite" in refusal_of
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     options = read_mark(out)["options"]
-    for forged in (
-        {"earlier": 1},
-        {"earlier": [1]},
-        {"earlier": [{"workers": -1}]},
-        {"earlier": [{"workers": 2}]},
-        {"workers": "x"},
-    ):
+    for forged in ({"workers": "x"}, {"workers": -1}, {"seeds": [2]}):
         mark = {"command": "study", "options": options | forged}
         (out / ".fp8rl").write_text(json.dumps(mark))
-        for seeds in (2, 3):
-            refusal(capsys, *QUICK, "--seeds", seeds, "--out", out)
+        refusal(capsys, *QUICK, "--seeds", 2, "--out", out)

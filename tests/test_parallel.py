@@ -2,12 +2,12 @@
 
 import contextlib
 import itertools
-import signal
+import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.study import parallel
-from fp8rl.study.batch_file import BatchFile, SharedFile
 from fp8rl.train import train
 
 TINY = {"steps": 1_024, "eval_every": 512, "eval_episodes": 2} | SMALL
@@ -41,24 +40,19 @@ def test_a_run_that_fails_is_recorded_and_ends_with_minus_infinity():
     assert history.final_return == -np.inf
 
 
-def test_a_signal_waits_until_no_lock_of_a_future_is_held(one_process, monkeypatch):
-    def stop(*_):
-        raise InterruptedError
-
-    def interrupted(*args):
-        signal.raise_signal(signal.SIGTERM)
-        waited.append(wait(*args))
-        return waited[0]
-
-    wait, waited = parallel.wait, []
-    monkeypatch.setattr(parallel, "wait", interrupted)
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        with pytest.raises(InterruptedError):
-            list(parallel.run_all([Config(**TINY)], progress=False))
-        assert waited and signal.getsignal(signal.SIGTERM) is stop
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def test_a_worker_ends_when_the_process_of_its_study_has_ended(monkeypatch):
+    ended = []
+    monkeypatch.setattr(parallel.os, "_exit", ended.append)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        thread = threading.Thread(target=parallel.end_with, args=(process.pid,))
+        thread.start()
+        time.sleep(2 * parallel.PAUSE)
+        assert not ended
+        process.kill()
+        thread.join(20)  # while nobody has asked for what is left of the process
+        assert ended == [1]
+    parallel.end_with(process.pid)  # of which nothing is left
+    assert ended == [1, 1]
 
 
 @settings(max_examples=30)
@@ -176,25 +170,6 @@ class Losing(InThisProcess):
 def test_a_batch_that_an_executor_loses_or_cancels_is_said_in_one_line():
     batches = parallel.run_all([small(steps=512)], Losing(), progress=False)
     refused("a batch was cancelled", list, batches, error=ChildProcessError)
-
-
-def test_an_executor_s_news_are_printed(capsys):
-    executor = InThisProcess()
-    executor.news = lambda: "no worker is left"
-    list(parallel.run_all([small(steps=512)], executor, progress=False))
-    assert capsys.readouterr().err == "fp8rl: no worker is left\n"
-
-
-def test_a_batch_that_begins_again_and_again_without_being_saved_is_told(tmp_path, capsys):
-    file = BatchFile(tmp_path, FIVE)
-    variable = SimpleNamespace()
-    file.shared = SharedFile(variable)
-    for begun, is_told in ((0, False), (1, False), (2, True), (2, False), (3, True), (0, False)):
-        variable.get = lambda timeout, begun=begun: (begun, None)
-        file.pause = -1
-        parallel.fetch([file])
-        said = capsys.readouterr().err
-        assert said.startswith(f"fp8rl: {file.path.stem} has begun {begun} times") == is_told
 
 
 def test_batches_that_finish_together_come_in_their_order():

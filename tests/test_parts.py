@@ -36,7 +36,7 @@ from fp8rl.evaluate import Evaluator
 from fp8rl.precision import PRECISIONS, Rules
 from fp8rl.study import comparison, parallel
 from fp8rl.tasks.by_id import task_of
-from fp8rl.tasks.cartpole import CartPole
+from fp8rl.tasks.classic_control import CartPole
 from fp8rl.tasks.lqr import Lqr
 from fp8rl.train import Run, train
 

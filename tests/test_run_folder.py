@@ -143,11 +143,11 @@ def test_no_link_is_followed_out_of_the_folder(tmp_path):
     refused(".* is a symbolic link", Folder, out, error=OSError)
     (out / MARK).unlink()
     history = History()
-    history.add({"iteration": 0.0, "steps": 32.0, "seconds": 0.1, "eval_return": 7.0})
+    for _ in range(2):
+        history.add({"iteration": 0.0, "steps": 32.0, "seconds": 0.1, "eval_return": 7.0})
     with Folder(out) as folder:
         metrics = MetricsFile(folder)
-        metrics.columns = [*history.columns]  # as after an earlier row
-        metrics.rows = 0
+        metrics.rows = 1  # as after an earlier row
         refused(".* is a symbolic link", metrics.write, history, error=OSError)
         folder.write("config.json", "ours")
     assert not (out / "config.json").is_symlink() and precious.read_text() == "precious"
@@ -166,7 +166,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert path.read_bytes() == b"whole" and [*tmp_path.iterdir()] == [path]
 
 
-OPTIONS = [("checkpoint_every", "x"), ("checkpoint_every", True), ("checkpoint_ring", 1)]
+OPTIONS = [("checkpoint_every", "x"), ("checkpoint_every", True)]
 
 
 @pytest.mark.parametrize(("name", "value"), OPTIONS)

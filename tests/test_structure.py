@@ -138,7 +138,7 @@ ALONE = {  # what is imported, and what must not come with it
     "fp8rl.bits.low_bit_adam": {"fp8rl.config", "fp8rl.train"},
     # A command waits for no other command's imports, and for matplotlib only when it draws
     "fp8rl.cli.main": {"matplotlib", "fp8rl.build", "fp8rl.cli.train", "fp8rl.cli.study"},
-    "fp8rl.cli.train, fp8rl.cli.study, fp8rl.cli.memory, fp8rl.cli.bench": {"matplotlib"},
+    "fp8rl.cli.train, fp8rl.cli.study, fp8rl.cli.memory": {"matplotlib"},
     "fp8rl.cli.evaluate": {"matplotlib", "fp8rl.cli.train", "fp8rl.cli.study"},
     ", ".join(f"fp8rl.{name}" for name in EXAMPLES): {
         "gymnasium",

@@ -14,7 +14,7 @@ from fp8rl.distribution import Gaussian
 from fp8rl.evaluate import play
 from fp8rl.returns import RewardScale
 from fp8rl.rollout import DUMMY, TERMINATED, Rollout, action_noise
-from fp8rl.tasks import acrobot, lqr
+from fp8rl.tasks import classic_control, lqr
 from fp8rl.tasks.by_id import TASKS, task_of
 from fp8rl.tasks.custom_env import Single
 from fp8rl.tasks.gymnasium_env import GymEnv
@@ -91,7 +91,7 @@ def test_observations_stay_inside_the_bounds_and_starts_inside_theirs(env_id):
 
 def test_wrapped_angles_are_the_same_angles():
     angle = torch.linspace(-30, 30, 1001, dtype=torch.float64)
-    found = acrobot.wrapped(angle)
+    found = classic_control.wrapped(angle)
     assert (found >= -math.pi).all() and (found < math.pi).all()
     torch.testing.assert_close(found.sin(), angle.sin(), atol=1e-12, rtol=0)
 

@@ -21,21 +21,19 @@ weights that are frozen stay as they are and cost nothing.
 
 import contextlib
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 
 import torch
 
 from . import adam
-from .low_bit_adam_options import (
-    places_to_keep,
-    refuse_ignored_options,
-    refuse_options_of_adam,
-    refuse_wrong_settings,
-)
-from .notation import STATE
-from .packed_tensors import Packed, packed_kinds, unpack
+from .formats import format_of
+from .notation import STATE, check_named_once, read_entry
+from .packed_tensors import pack, unpack
 from .packed_weights import Noise, PackingOptimizer, ParameterStates
-from .places import PlaceFormat, places_of
+from .places import PlaceFormat, Places
+
+OPTIONS_OF_GROUP = ("params", "param_names", "name")  # beside Adam's settings and the places
 
 
 def seeded_noise(seed: int) -> Callable:
@@ -68,7 +66,7 @@ class LowBitAdam(PackingOptimizer):
     `weight_decay` is decoupled, as in AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): the
     weights are multiplied by 1 - lr * weight_decay before the step, and the result of both is
     rounded once. `maximize` maximizes the loss. `noise` draws the numbers for stochastic rounding;
-    the default is `seeded_noise(seed)`. Other options of torch's Adam are refused.
+    the default is `seeded_noise(seed)`.
 
     A parameter group may have formats of its own. For example, `{"params": norms, "weights": None}`
     keeps the weights of these parameters in float32.
@@ -86,7 +84,7 @@ class LowBitAdam(PackingOptimizer):
     >>> model(torch.randn(8, 64)).square().mean().backward()
     >>> optimizer.step()
     >>> print(optimizer.describe().splitlines()[-1])
-    stored: 3.01 bytes a parameter, 3.00 without scales
+    stored: 3.01 bytes a parameter
     """
 
     def __init__(
@@ -100,10 +98,12 @@ class LowBitAdam(PackingOptimizer):
         maximize=False,
         seed=0,
         noise: Callable | None = None,
-        **formats: str | PlaceFormat | None,
+        weights: str | PlaceFormat | None = None,
+        m: str | PlaceFormat | None = None,
+        v: str | PlaceFormat | None = None,
+        root: str | PlaceFormat | None = None,
     ):
-        refuse_options_of_adam(formats)
-        self.places = places_to_keep(formats)
+        self.places = places_to_keep({"weights": weights, "m": m, "v": v, "root": root})
         self.draw_noise = noise or seeded_noise(seed)
         defaults = {
             "lr": lr,
@@ -122,13 +122,12 @@ class LowBitAdam(PackingOptimizer):
         parameter that learns and is empty or not float32, and for options that are not offered.
         """
         group = {**param_group}
-        refuse_options_of_adam(group)
+        refuse_unknown_options(group, (*OPTIONS_OF_GROUP, *self.defaults, *STATE))
         formats_of_group = {name: group.pop(name) for name in STATE if name in group}
         formats = dict(self.places)
         if formats_of_group.keys() & {"v", "root"}:  # the group's takes the place of either
             formats.pop("v", None)
             formats.pop("root", None)
-        refuse_ignored_options(group)
         places = places_to_keep(formats | formats_of_group)
         group["formats"] = str(places)
         refuse_wrong_settings({**self.defaults, **group})
@@ -240,9 +239,9 @@ class LowBitAdam(PackingOptimizer):
         p.copy_(row.view(p.shape))
 
     def state_dict(self) -> dict:
-        """The state as in torch, with the formats. Later steps do not change it."""
+        """The state as in torch. Later steps do not change it."""
         self.sync()
-        return {**super().state_dict(), "formats": str(self.places)}
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads a state, as in torch.
@@ -254,12 +253,9 @@ class LowBitAdam(PackingOptimizer):
             problem = f"does not fit these parameters with formats {str(self.places)!r}"
             raise ValueError(f"the state {problem}: resume with its own formats")
         self.fill()
-        formats_of_groups = [group["formats"] for group in self.param_groups]
         # Without the state, because torch would make codes float32.
         super().load_state_dict({**state_dict, "state": {}})
         self.state = ParameterStates()
-        for group, formats in zip(self.param_groups, formats_of_groups, strict=True):
-            group["formats"] = formats  # which a state of an earlier version does not have
         self.versions.clear()
         for p, saved in zip(self.parameters, saved_states, strict=True):
             if saved:
@@ -273,41 +269,39 @@ class LowBitAdam(PackingOptimizer):
 
     def _saved_states(self, state_dict: dict) -> list[dict] | None:
         """The state of each parameter in a saved state, or None if it does not fit."""
+        states = []
         # A damaged state has other types, or misses something.
         with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
-            formats = state_dict["formats"]
-            if places_of(formats, STATE) != self.places:
-                return None
-            all_states = []
             groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
             for group, saved_group in groups:
-                states = [state_dict["state"].get(i, {}) for i in saved_group["params"]]
-                if "formats" not in saved_group and not all(states):
-                    return None  # earlier versions had a state for each parameter
-                places = places_of(saved_group.get("formats", formats), STATE)
-                for p, saved in zip(group["params"], states, strict=True):
-                    if places != self.places_of_parameter[p] or not self._fits(p, saved):
+                if saved_group["formats"] != group["formats"]:
+                    return None
+                for p, i in zip(group["params"], saved_group["params"], strict=True):
+                    states.append(state_dict["state"].get(i, {}))
+                    if not self._fits(p, states[-1]):
                         return None
-                all_states += states
-            return all_states
+            return states
         return None
 
     def _fits(self, p: torch.Tensor, saved: dict) -> bool:
         """Whether a saved state is one that this parameter can have."""
-        places = self.places_of_parameter[p]
-        kinds = {name: (x.shape, x.dtype) for name, x in saved.items()}
-        weights_only = {}
-        if "weights" in places:
-            weights_only = packed_kinds(p, "weights", places["weights"])
-        if not saved or kinds == weights_only:
+        if not saved:
             return True
-        second = self.second(p)
-        moments = packed_kinds(p, "m", places.get("m")) | packed_kinds(
-            p, second, places.get(second)
+        places = self.places_of_parameter[p]
+        names = ["weights"] if "weights" in places else []
+        expected = {}
+        if "step" in saved:
+            names += ["m", self.second(p)]
+            expected["step"] = torch.zeros(())
+        for name in names:
+            codes, scale = pack(torch.zeros(p.shape), places.get(name))
+            expected[name] = codes
+            if scale is not None:
+                expected[f"{name}_scale"] = scale
+        kinds, expected_kinds = (
+            {name: (x.shape, x.dtype) for name, x in state.items()} for state in (saved, expected)
         )
-        step = {"step": (torch.Size(), torch.float32)}
-        # The step is the number of the next draw of noise.
-        return kinds == step | moments | weights_only and 0 <= float(saved["step"]) < 2**32
+        return kinds == expected_kinds
 
     def __reduce_ex__(self, protocol):
         raise TypeError(
@@ -315,39 +309,73 @@ class LowBitAdam(PackingOptimizer):
         )
 
     def describe(self) -> str:
-        """The types and sizes of everything that is stored, in lines.
+        """The bytes of everything that is stored, with its scales, in a line for each place.
 
-        The last line has the bytes per parameter, with scales and without. Parameters that have
-        not taken a step are not counted.
+        The last line has the bytes per parameter. Parameters that have not taken a step are not
+        counted.
         """
         self.sync()
         begun = [p for p in self.parameters if self.state_of(p)]
-        left_alone = [p for p in self.parameters if not self.state_of(p)]
-        total_bytes = 0
-        total_code_bytes = 0
-        lines = []
-        for place in ("weights", "m", "v", "root"):
-            by_dtype: dict[torch.dtype, list[Packed]] = {}
-            for p in begun:
-                if place == "weights" or place in self.state_of(p):
-                    codes, scale = self.stored(p, place)
-                    by_dtype.setdefault(codes.dtype, []).append((codes, scale))
-            for dtype, packed in by_dtype.items():
-                code_bytes = sum(codes.nbytes for codes, _ in packed)
-                scale_bytes = sum(scale.nbytes for _, scale in packed if scale is not None)
-                total_code_bytes += code_bytes
-                total_bytes += code_bytes + scale_bytes
-                label = "root of v" if place == "root" else place
-                kind = str(dtype).removeprefix("torch.")
-                sizes = f"{code_bytes:,} bytes and {scale_bytes:,} of scales"
-                lines.append(f"{label}: {len(packed)} tensors, {kind}, {sizes}")
-        if left_alone:
-            count = sum(p.numel() for p in left_alone)
-            lines.append(f"left alone: {len(left_alone)} tensors, {count:,} numbers, no step yet")
+        sizes = dict.fromkeys(STATE, 0)
+        for p in begun:
+            for name, x in {"weights": p, **self.state_of(p)}.items():
+                if name != "step":
+                    sizes[name.removesuffix("_scale")] += x.nbytes
+        lines = [f"{place}: {size:,} bytes" for place, size in sizes.items() if size]
+        left = [p.numel() for p in self.parameters if not self.state_of(p)]
+        if left:
+            lines.append(f"left alone: {len(left)} tensors, {sum(left):,} numbers, no step yet")
         numbers = sum(p.numel() for p in begun)
-        if not numbers:
-            return "\n".join([*lines, "stored: nothing"])
-        counted = total_bytes / numbers
-        without_scales = total_code_bytes / numbers
-        per_parameter = f"{counted:.2f} bytes a parameter, {without_scales:.2f} without scales"
-        return "\n".join([*lines, f"stored: {per_parameter}"])
+        each = sum(sizes.values()) / max(1, numbers)
+        return "\n".join([*lines, f"stored: {each:.2f} bytes a parameter"])
+
+
+def places_to_keep(formats: dict[str, str | PlaceFormat | None]) -> Places:
+    """The places that are kept in few bits, in the order of STATE.
+
+    A format may be a text, such as "e4m3:block", in which v and root are stochastic unless it says
+    `nearest`. A PlaceFormat is taken as it is. None keeps a place in float32. Raises ValueError as
+    `places_of` does.
+    """
+    places = Places()
+    for name in STATE:
+        form = formats.get(name)
+        if not form:
+            continue
+        if not isinstance(form, PlaceFormat):
+            form = read_kept_format(name, str(form))
+        check_named_once(name, places)
+        places[name] = form
+    return places
+
+
+def read_kept_format(name: str, text: str) -> PlaceFormat:
+    """Reads the format of a place. For v and root it is stochastic unless the text says
+    `nearest`."""
+    entry = read_entry(name, text, STATE)
+    form = PlaceFormat.of_entry(entry)
+    rounds = form.format != format_of("fp32") and not form.stochastic
+    if name in ("v", "root") and rounds and "nearest" not in entry.words:
+        form = PlaceFormat(form.format, (*form.words, "stochastic"))
+    return form
+
+
+def refuse_unknown_options(group: dict, known: Iterable[str]) -> None:
+    """Raises ValueError for options of a group that are not `known`.
+
+    torch takes any option in a group. Among them may be a misspelt place with its format.
+    """
+    for name, value in group.items():
+        if name not in known:
+            raise ValueError(f"{name} is {value} in a group: use only {', '.join(known)}")
+
+
+def refuse_wrong_settings(group: dict) -> None:
+    """Raises ValueError for numbers with which Adam cannot work."""
+    lr, betas, eps = group["lr"], group["betas"], group["eps"]
+    weight_decay = group["weight_decay"]
+    if not 0 <= weight_decay < math.inf:
+        raise ValueError(f"weight_decay is {weight_decay}: use 0 or more")
+    if not (lr >= 0 and eps >= 0 and all(0 <= beta < 1 for beta in betas)):
+        remedy = "use at least 0, and betas below 1"
+        raise ValueError(f"lr, eps and betas are {lr}, {eps} and {betas}: {remedy}")

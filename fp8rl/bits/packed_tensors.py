@@ -13,35 +13,21 @@ from .places import BLOCK, PlaceFormat
 Packed = tuple[torch.Tensor, torch.Tensor | None]  # codes, and scales or None
 
 
-def dtype_of(form: PlaceFormat | None) -> torch.dtype:
-    """The type of the codes of a format; float32 if torch has no type for it."""
-    return DTYPES.get(form.format.name, torch.float32) if form else torch.float32
-
-
-def has_scale(form: PlaceFormat | None) -> bool:
-    """Whether scales are stored beside the codes of a format."""
-    return dtype_of(form) != torch.float32 and form.scaled
-
-
-def dtype_of_scale(form: PlaceFormat) -> torch.dtype:
-    """The type of the scales of a format."""
-    return torch.float8_e8m0fnu if form.mx else torch.float32
-
-
 def pack(x: torch.Tensor, form: PlaceFormat | None) -> Packed:
     """Packs a float32 tensor whose numbers are already rounded to a format.
 
     Returns codes of the tensor's shape, and scales [] or [blocks], or None if there is no scale.
     """
-    dtype = dtype_of(form)
-    if not has_scale(form):
+    dtype = DTYPES.get(form.format.name, torch.float32) if form else torch.float32
+    if dtype == torch.float32 or not form.scaled:
         return x.to(dtype, copy=True), None
     flat = x.flatten()
     rows = blocks(flat, BLOCK) if form.block else flat
     scale = form.scale_of(rows.abs().amax(-1))
     rows = rows / scale.unsqueeze(-1)
     flat_codes = unblocked(rows, flat) if form.block else rows
-    return flat_codes.view(x.shape).to(dtype), scale.to(dtype_of_scale(form))
+    codes = flat_codes.view(x.shape).to(dtype)
+    return codes, scale.to(torch.float8_e8m0fnu) if form.mx else scale
 
 
 def unpack(codes: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -54,12 +40,3 @@ def unpack(codes: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tens
         return x.mul_(scale)
     flat = x.flatten()
     return unblocked(blocks(flat, BLOCK) * scale.unsqueeze(-1), flat).view(x.shape)
-
-
-def packed_kinds(p: torch.Tensor, name: str, form: PlaceFormat | None) -> dict[str, tuple]:
-    """Shapes and types of what is stored under a name of a tensor like `p`, by key of its state."""
-    kinds = {name: (p.shape, dtype_of(form))}
-    if has_scale(form):
-        shape = [-(-p.numel() // BLOCK)] if form.block else []
-        kinds[f"{name}_scale"] = (torch.Size(shape), dtype_of_scale(form))
-    return kinds

@@ -101,8 +101,6 @@ def require_free_file(film: Path, overwrite: bool) -> None:
     exists and may not be replaced."""
     if film.suffix.lower() != ".gif":
         raise ValueError(f"film is {film}: use a name that ends in .gif")
-    if film.is_dir():
-        raise FileExistsError(f"film is {film}, which is a folder: use another name")
     if (film.exists() or film.is_symlink()) and not overwrite:
         raise FileExistsError(
             f"film is {film}, which exists: use another name, or add --overwrite to replace it"

@@ -1,4 +1,4 @@
-"""The command line: python -m fp8rl train | eval | study | memory | bench.
+"""The command line: python -m fp8rl train | eval | study | memory.
 
 tyro makes the options of a command from its signature, and its help from docstrings and from the
 comments at the fields of dataclasses. It explains a word that it cannot read. Any other invalid
@@ -28,7 +28,6 @@ COMMANDS = {
     "eval": ("evaluate", "evaluate_run"),
     "study": ("study", "compare"),
     "memory": ("memory", "predict_and_measure"),
-    "bench": ("bench", "measure"),
 }
 PROGRAM = "python -m fp8rl"
 DESCRIPTION = """\

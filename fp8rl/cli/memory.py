@@ -105,13 +105,10 @@ def share_of_dummy_rows(run: Run, rows: int) -> float:
 
 def report(result: dict) -> str:
     """The result for a terminal, a line for each number."""
-    lines = []
-    for name, value in result.items():
-        if isinstance(value, float):
-            value = f"{value:,.1f}"
-        elif isinstance(value, int):
-            value = f"{value:,}"
-        lines.append(f"{name:20} {value:>20}")
+    lines = [
+        f"{name:20} {value:>20,.1f}" if isinstance(value, float) else f"{name:20} {value:>20}"
+        for name, value in result.items()
+    ]
     if result["layout"] == "compact":
         lines.append(
             "dummy_rows is an estimate: one follows each episode, and their share is that of an "

@@ -13,30 +13,22 @@ class MetricsFile:
 
     def __init__(self, folder: Folder):
         self.folder = folder
-        self.columns: list[str] = []
         self.rows = 0  # number of rows that have been written
 
     def write(self, history: History) -> None:
-        """Writes the rows of a history that are not in the file yet.
-
-        The first call writes the file anew, and so does the first row that has another column than
-        the rows before, as it may in a run that an earlier version has begun.
-        """
+        """Writes the rows of a history that are not in the file yet. The first rows replace the
+        file."""
         if len(history) == self.rows:
             return
-        is_new = self.columns != [*history.columns]
-        if is_new:
-            self.columns = [*history.columns]
-            self.rows = 0
         text = io.StringIO(newline="")
         writer = csv.writer(text)
-        if is_new:
-            writer.writerow(self.columns)
+        if self.rows == 0:
+            writer.writerow(history.columns)
         writer.writerows(
             [int(x) if x.is_integer() else x for x in row.values()]
             for row in history.since(self.rows)
         )
-        if is_new:
+        if self.rows == 0:
             self.folder.write("metrics.csv", text.getvalue())
         else:
             path = self.folder.path / "metrics.csv"

@@ -14,15 +14,12 @@ import tyro
 
 from ..config import Config
 from ..disk.run_folder import Folder, read_mark, require_free
-from ..env import Cart
 from ..history import History
-from ..machine.hardware import cores
+from ..machine.hardware import cores, origin
 from ..population.batches import shared
 from ..study import comparison as study
 from ..study import parallel
 from ..study.dask_cluster import Cluster, dask_cluster
-from ..tasks.by_id import task_of
-from . import throughput
 from .arguments import Unchecked, checked
 
 
@@ -62,9 +59,8 @@ def compare(
 
     Args:
         out: Folder for results.csv, table.md and curves.png.
-            A study that was stopped goes on near where it was when it is called again: its batches
-            are saved once a minute. Called with more seeds, precisions or values of a number, it
-            trains the agents that are new, in batches of their own.
+            A study that was stopped goes on near where it was when it is called again with the
+            same options: its batches are saved once a minute.
         comparison: What is compared.
         sweep: Numbers of the agents. Several values (--learning-rate 1e-4 3e-4) are crossed.
         overwrite: Replace a study that the folder holds.
@@ -75,36 +71,33 @@ def compare(
             By default one a core or, with a scheduler, as many as its cluster has when the study
             begins. A study that continues keeps its number.
     """
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers is {workers}: use 1 or more")
     comparison = checked(comparison)
     if comparison.threshold is None:
         comparison = dataclasses.replace(
             comparison, threshold=study.threshold_of(comparison.env_id)
         )
     numbers = dataclasses.asdict(sweep)
+    for name, values in numbers.items():
+        if not values:
+            raise ValueError(f"{name} is empty: give at least one value")
     arms = arms_of(comparison, numbers)
-    require_different(arms, comparison, numbers)
     arm_of = {config: arm for arm, configs in arms.items() for config in configs}
     with contextlib.ExitStack() as stack:
         cluster = None if scheduler is None else stack.enter_context(dask_cluster(scheduler))
-        default_workers = cluster.threads if cluster else cores()
-        asked = dataclasses.asdict(comparison) | numbers | {"workers": workers}
-        asked = json.loads(json.dumps(asked))  # as it is read back
-        earlier = [] if overwrite else rounds_in(out)
-        rounds = with_earlier_rounds(out, earlier, asked, default_workers)
-        tasks = tasks_of(rounds)
+        if workers is None:
+            workers = workers_of(out, overwrite) or (cluster.threads if cluster else cores())
+        if type(workers) is not int or workers < 1:
+            raise ValueError(f"workers is {workers!r}: use 1 or more")
+        tasks = parallel.split(list(arm_of), workers, None)
         if (shapes := len(set(map(shared, arm_of)))) > 1:
             print(f"{len(arm_of)} agents of {shapes} shapes, a batch for each")
         # What cannot be is refused before anything is written
-        require(tasks, rounds[-1]["workers"], cluster)
-        folder = stack.enter_context(folder_of(out, mark_of(rounds), overwrite))
+        require(tasks, workers, cluster)
+        options = dataclasses.asdict(comparison) | numbers | {"workers": workers}
+        folder = stack.enter_context(folder_of(out, options, overwrite))
         journal = study.Journal(out / "runs.jsonl")
-        if earlier and len(rounds) > len(earlier):
-            new = sum(config not in journal.histories for config in arm_of)
-            print(f"adds agents to the study in {out}: {new} of {len(arm_of)} are to be trained")
-        train_all(tasks, rounds[-1]["workers"], cluster, folder, journal, arm_of, comparison)
-        write_study(folder, journal.histories, arms, comparison, cluster, tasks)
+        train_all(tasks, workers, cluster, folder, journal, arm_of)
+        write_study(folder, journal.histories, arms, comparison, cluster)
 
 
 def train_all(
@@ -114,7 +107,6 @@ def train_all(
     folder: Folder,
     journal: study.Journal,
     arm_of: dict[Config, str],
-    comparison: study.Comparison,
 ) -> None:
     """Trains the batches of a study, and writes each agent that finishes into the journal.
 
@@ -125,15 +117,13 @@ def train_all(
         cluster,
         workers,
         done=set(journal.histories),
-        threshold=comparison.threshold,
-        folder=folder.path,
+        folder=folder.path.absolute(),
     )
     try:
         # Closed before the cluster is, whatever happens here
         with contextlib.closing(finished):
             for config, history in finished:
-                # A signal must not come between this and what the study knows of it.
-                with parallel.held_signals(), folder.writing():
+                with folder.writing():
                     journal.add(arm_of[config], config, history)
                 if history.failure:
                     print(
@@ -165,106 +155,10 @@ def arms_of(comparison: study.Comparison, numbers: dict[str, tuple]) -> dict[str
     return arms
 
 
-def require_different(
-    arms: dict[str, list[Config]], comparison: study.Comparison, numbers: dict[str, tuple]
-) -> None:
-    """Raises ValueError for options without a value, and for two arms that are one."""
-    for name, values in {"precisions": comparison.precisions, **numbers}.items():
-        if not values:
-            raise ValueError(f"{name} is empty: give at least one value")
-        if len({*values}) < len(values):
-            raise ValueError(f"{name} is {' '.join(map(str, values))}: give each value once")
-    # None and the number that it stands for are one
-    last_arm = {in_numbers(configs[0]): arm for arm, configs in arms.items()}
-    for arm, configs in arms.items():
-        other = last_arm[in_numbers(configs[0])]
-        if other != arm:
-            raise ValueError(f"{arm} is {other}: give each value once")
-
-
-# Rounds of a study. Each call that adds agents is a round. It is the dict of that call's options,
-# which the folder's mark remembers, because the batches of a round depend on its options alone.
-
-
-def rounds_in(out: Path) -> list[dict]:
-    """The rounds of the study in a folder, in order; none if there is no study."""
-    mark = read_mark(out)
-    return rounds_of(mark["options"]) if mark.get("command") == "study" else []
-
-
-def rounds_of(options: dict) -> list[dict]:
-    """The rounds of a study from the options in its mark. Raises ValueError for forged options."""
-    last = dict(options)
-    earlier = last.pop("earlier", [])
-    rounds = [*earlier, last] if isinstance(earlier, list) else [None]
-    for options_of_round in rounds:
-        workers = isinstance(options_of_round, dict) and options_of_round.get("workers", 1)
-        if type(workers) is not int or workers < 1:
-            raise ValueError("the mark .fp8rl is not that of a study: use a new folder")
-        # In earlier versions the margin of the verdicts was an option, too.
-        options_of_round.pop("margin", None)
-    return rounds
-
-
-def mark_of(rounds: list[dict]) -> dict:
-    """The options in the mark of a study with these rounds."""
-    *earlier, last = rounds
-    return last | {"earlier": earlier} if earlier else last
-
-
-def configs_of(options: dict) -> list[Config]:
-    """The configs of a round, in the order of its arms. Raises ValueError for forged options."""
-    try:
-        fields = {name: options[name] for name in study.Comparison.__dataclass_fields__}
-        numbers = {field.name: tuple(options[field.name]) for field in NUMBERS}
-        comparison = study.Comparison(**fields | {"precisions": tuple(fields["precisions"])})
-        arms = arms_of(comparison, numbers)
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError("these are not the options of a study") from error
-    return [config for configs in arms.values() for config in configs]
-
-
-def with_earlier_rounds(
-    out: Path, earlier: list[dict], asked: dict, default_workers: int
-) -> list[dict]:
-    """The rounds of a study that is called with the options `asked`, after the earlier ones.
-
-    A call with the options of the last round adds none. `asked["workers"]` may be None. Raises
-    FileExistsError for a call that does not contain all agents of the study in the folder, or that
-    measures them by another goal.
-    """
-    if not earlier:
-        return [asked | {"workers": asked["workers"] or default_workers}]
-    # A study of an older version has no number of workers, and goes on with any.
-    *before, last = [{"workers": default_workers} | options for options in earlier]
-    workers = asked["workers"] or last["workers"]
-    if asked | {"workers": workers} == last:
-        return [*before, last]
-    names = [name for name in asked if name != "workers" and asked[name] != last.get(name)]
-    try:
-        missing = set(itertools.chain(*map(configs_of, earlier))) - set(configs_of(asked))
-    except ValueError:
-        missing = True
-    if missing or not names or "threshold" in names:
-        names = names or ["workers"]
-        both = (f"{name} is {last.get(name)} there and {asked[name]} here" for name in names)
-        theirs = ", ".join(both)
-        raise FileExistsError(
-            f"out is {out}, which holds another study ({theirs}): ask for at least what it holds, "
-            "use a new folder, or add --overwrite to replace it"
-        )
-    return [*before, last, asked | {"workers": workers}]
-
-
-def tasks_of(rounds: list[dict]) -> list[parallel.Batch]:
-    """The batches of a study: those of each round, of the agents that no earlier round has."""
-    tasks = []
-    known: set[Config] = set()
-    for options in rounds:
-        configs = [config for config in configs_of(options) if config not in known]
-        known.update(configs)
-        tasks += parallel.split(configs, options["workers"], None) if configs else []
-    return tasks
+def workers_of(out: Path, overwrite: bool) -> int | None:
+    """The number of workers of the study in a folder that goes on, if there is one."""
+    mark = {} if overwrite else read_mark(out)
+    return mark["options"].get("workers") if mark.get("command") == "study" else None
 
 
 def require(tasks: list[parallel.Batch], workers: int, cluster: Cluster | None) -> None:
@@ -275,19 +169,7 @@ def require(tasks: list[parallel.Batch], workers: int, cluster: Cluster | None) 
     for warning in cluster.warnings:
         print(f"fp8rl: warning: {warning}", file=sys.stderr)
     busiest = max(cluster.threads_by_host.values())
-    future = cluster.submit(parallel.require, tasks, workers, busiest)
-    parallel.result_of(future, cluster)
-
-
-def in_numbers(config: Config) -> Config:
-    """A config with numbers where None leaves them to the width or to a task that is known without
-    making it."""
-    task = task_of(config.env_id) if config.env_id else Cart
-    if task:
-        return config.settled(task)
-    if config.learning_rate is None:
-        return dataclasses.replace(config, learning_rate=config.learning_rate_of_width)
-    return config
+    cluster.submit(parallel.require, tasks, workers, busiest).result()
 
 
 def in_words(value: float | None) -> str:
@@ -297,25 +179,29 @@ def in_words(value: float | None) -> str:
 
 def folder_of(out: Path, options: dict, overwrite: bool) -> Folder:
     """The folder of a study with these options in its mark: a new one, or that of the same study,
-    which was stopped or gets another round."""
+    which was stopped.
+
+    Raises FileExistsError for the folder of a study with other options.
+    """
     if overwrite or read_mark(out).get("command") != "study":
         require_free(out, "study", overwrite)
         folder = Folder.create(out, "study", options, overwrite)
         folder.write("runs.jsonl", "")  # without it, the mark would not count
         return folder
     folder = Folder.reopen(out, "study")
-    # Looked at again, because another process may have changed it before this one had the lock.
-    rounds = rounds_of(options)
-    known = rounds_in(out)
-    known[-1:] = [{"workers": options["workers"]} | known[-1]]
-    if rounds[: len(known)] != known:
+    theirs = read_mark(out)["options"]
+    ours = json.loads(json.dumps(options))  # as it is read back
+    different = [
+        f"{name} is {theirs.get(name)} there and {value} here"
+        for name, value in ours.items()
+        if theirs.get(name) != value
+    ]
+    if different:
         folder.close()
         raise FileExistsError(
-            f"out is {out}, which holds another study: use a new folder, "
-            "or add --overwrite to replace it"
+            f"out is {out}, which holds another study ({', '.join(different)}): give its options, "
+            "use a new folder, or add --overwrite to replace it"
         )
-    if len(rounds) > len(known):
-        folder.remember("study", options)
     return folder
 
 
@@ -325,13 +211,9 @@ def write_study(
     arms: dict[str, list[Config]],
     comparison: study.Comparison,
     cluster: Cluster | None,
-    tasks: list[parallel.Batch],
 ) -> None:
     """Writes results.csv, table.md and curves.png, with curves of all arms but the controls, and
     prints the table. The table names the processors of the cluster that trained the agents.
-
-    The results have the column `batch_agents`: how many agents an agent's batch has. The last bits
-    of its numbers depend on it. Agents that were added to a study have batches of their own.
     """
     from matplotlib.figure import Figure
 
@@ -339,14 +221,13 @@ def write_study(
 
     threshold = comparison.threshold
     runs = {arm: [histories[config] for config in configs] for arm, configs in arms.items()}
-    batch_agents = {config: len(batch) for _, batch in tasks for config in batch}
     results = [
-        study.summarize(config, history, arm, threshold) | {"batch_agents": batch_agents[config]}
+        study.summarize(config, history, arm, threshold)
         for arm in arms
         for config, history in zip(arms[arm], runs[arm], strict=True)
     ]
     text = study.table(results, list(arms), threshold)
-    text += f"\n`python -m fp8rl {shlex.join(sys.argv[1:])}` on {throughput.origin()}.\n"
+    text += f"\n`python -m fp8rl {shlex.join(sys.argv[1:])}` on {origin()}.\n"
     if cluster:
         text += f"\nTrained by Dask workers on {'; '.join(cluster.processors)}.\n"
     folder.write("results.csv", study.results_csv(results))
@@ -355,7 +236,7 @@ def write_study(
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     figures.study(
         figure,
-        {arm: study.training_curve(each) for arm, each in shown.items()},
+        {arm: study.stack(each, "train_return", carry=True) for arm, each in shown.items()},
         {arm: study.stack(each, "eval_return") for arm, each in shown.items()},
         study.scores(results, "final_return"),
         threshold,

@@ -12,6 +12,7 @@ import math
 import time
 
 from ..disk.run_folder import Folder
+from ..history import History
 
 # Columns of a history by the group that TensorBoard shows them in. `iteration` and `steps` are left
 # out, because they are the horizontal axis.
@@ -53,8 +54,9 @@ class EventFile:
             # A TensorBoard that has read the earlier file forgets its events from step 0 on.
             self.writer = SummaryWriter(str(folder.path), purge_step=0)
 
-    def add(self, rows: list[dict[str, float]]) -> None:
-        """Writes an event for every column of these rows of a history."""
+    def write(self, history: History) -> None:
+        """Writes an event for every column of the rows of a history that are not written yet."""
+        rows = history.since(self.rows)
         if not rows:
             return
         if self.began is None:

@@ -14,7 +14,7 @@ from ..bits.low_bit_adam import LowBitAdam
 from ..build import build
 from ..config import EIGHT_BIT, Config
 from ..disk import checkpoint
-from ..disk.run_folder import Folder, files_in, read_mark, require_free
+from ..disk.run_folder import Folder, read_mark, require_free
 from ..disk.safe_files import read_json
 from ..machine import hardware, processes
 from ..tasks.gymnasium_env import EnvironmentFailed
@@ -43,9 +43,6 @@ class Saving:
             type(self.checkpoint_every) is not int or self.checkpoint_every < 0
         ):
             raise ValueError(f"checkpoint_every is {self.checkpoint_every!r}: use 0 or more")
-        for name in ("checkpoint_ring", "tensorboard"):
-            if type(getattr(self, name)) is not bool:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: use True or False")
 
 
 class SavingOptions(Unchecked, Saving):
@@ -118,9 +115,9 @@ def train(
                 f"continuing with {run.ring.size} rows of {run.ring.num_envs} environments in "
                 f"{machine.memmap}"
             )
-        if first and resume:
-            tell_what_changes(run, begun, folder, options["tensorboard"])
-        elif first:
+        if first and config.steps != begun.steps:
+            print(f"the run goes on to {config.steps:,} steps, not {begun.steps:,}")
+        if first and not resume:
             folder = owned.enter_context(Folder.create(out, "train", options, overwrite))
         if state and config != begun:
             # Before config.json, which must not differ from the checkpoint if the run is killed.
@@ -178,27 +175,6 @@ def with_steps(config: Config, steps: int | None, state: dict | None) -> Config:
     return changed
 
 
-def tell_what_changes(run: Run, begun: Config, folder: Folder, tensorboard: bool) -> None:
-    """Tells what is no longer as it was in a run that is resumed: its length, which was that of the
-    config `begun`, and TensorBoard's files, which end here without `tensorboard`."""
-    iteration = len(run.history)
-    if run.config.steps != begun.steps:
-        line = f"the run goes on to {run.config.steps:,} steps, not {begun.steps:,}"
-        if run.config.anneal and iteration:
-            now = run.learning_rate_at(iteration)
-            before = begun.annealed(run.settled.learning_rate, iteration)
-            rates = f"{now:.3g}, not {before:.3g}"
-            line += f": the learning rate is that of a run of this length, {rates}"
-        print(line)
-    names = [name for name in files_in(folder.path, "train") if name.startswith("events.")]
-    if names and not tensorboard and iteration < run.config.iterations:
-        print(
-            f"fp8rl: warning: tensorboard is off, so {names[0]} does not go on with this run: "
-            "add --tensorboard, which writes all of it anew, or delete the file",
-            file=sys.stderr,
-        )
-
-
 def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:
     """The config and the state of a stopped run.
 
@@ -214,12 +190,17 @@ def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:
             )
         require_unchanged(out / "config.json", config)
         return config, state
-    try:
-        config = Config.of_file(read_json(out / "config.json"))
-    except ValueError as error:
-        raise ValueError(f"{out / 'config.json'}: {error}") from error
+    config = read_config(out / "config.json")
     checkpoint.require_trust(out / "config.json", config.env_id, trust)
     return config, None
+
+
+def read_config(path: Path) -> Config:
+    """The config in a file. Raises ValueError if it holds none."""
+    try:
+        return Config.of_file(read_json(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def require_unchanged(path: Path, config: Config) -> None:
@@ -230,20 +211,17 @@ def require_unchanged(path: Path, config: Config) -> None:
     """
     if not path.exists():
         return
-    remedy = "write the run's own back, or begin a new run with --out FOLDER"
-    try:
-        theirs = dataclasses.asdict(Config.of_file(read_json(path)))
-    except ValueError as error:
-        raise ValueError(f"{path} was changed ({error}): {remedy}") from error
+    theirs = dataclasses.asdict(read_config(path))
     edits = [
         f"{name} is {theirs[name]!r} there and {value!r} in the run"
         for name, value in dataclasses.asdict(config).items()
         if theirs[name] != value
     ]
-    if theirs["steps"] != config.steps:
-        remedy += f"; for another length, write it back and add --steps {theirs['steps']}"
     if edits:
-        raise ValueError(f"{path} was changed ({', '.join(edits)}): {remedy}")
+        raise ValueError(
+            f"{path} was changed ({', '.join(edits)}): write the run's own back, and give another "
+            "length by --steps, or begin a new run with --out FOLDER"
+        )
 
 
 def write_while_training(
@@ -277,8 +255,7 @@ def write_while_training(
         if is_intact and len(run.history) and size == 1:
             checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
 
-    metrics = None
-    events = None
+    files = []
     saved_at = time.monotonic()
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -286,11 +263,11 @@ def write_while_training(
         stack.push(save_on_failure)
         # Both files begin with the rows from before the run was resumed.
         if folder:
-            metrics = MetricsFile(folder)
-            metrics.write(run.history)
+            files.append(MetricsFile(folder))
         if folder and tensorboard:
-            events = stack.enter_context(contextlib.closing(EventFile(folder)))
-            events.add(run.history.rows)
+            files.append(stack.enter_context(contextlib.closing(EventFile(folder))))
+        for file in files:
+            file.write(run.history)
         iterations = stack.enter_context(contextlib.closing(iterate(run, progress=rank == 0)))
         for _ in iterations:
             due = checkpoint_every is None and rank == 0 and time.monotonic() - saved_at > 60
@@ -302,11 +279,8 @@ def write_while_training(
             if due or stop:
                 checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
                 saved_at = time.monotonic()
-            # With a graph, not all rows are read yet.
-            if metrics:
-                metrics.write(run.recorded)
-            if events:
-                events.add(run.recorded.since(events.rows))
+            for file in files:
+                file.write(run.recorded)  # with a graph, not all rows are read yet
             if stop:
                 break
     if len(run.history) < run.config.iterations:

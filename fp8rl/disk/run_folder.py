@@ -53,35 +53,26 @@ def read_mark(path: Path) -> dict:
 def require_free(path: Path, command: str, overwrite: bool = False) -> None:
     """Raises FileExistsError unless a new run may write to the folder `path`.
 
-    It may not if `path` is a file, if the folder holds other files, or if it holds a run and
-    `overwrite` is off.
+    It may not if `path` is a file, if the folder holds files that no run wrote, or if it holds a
+    run and `overwrite` is off.
     """
     if path.is_file():
         raise FileExistsError(f"out is {path}, which is a file: use a folder")
-    if (
-        path.is_dir()
-        and not read_mark(path)
-        and (found := {entry.name for entry in path.iterdir()} - {MARK})
-    ):
-        raise FileExistsError(
-            f"out is {path}, which holds other files ({min(found)!r}): use a new folder"
-        )
-    _require_own(path, command, overwrite)
-
-
-def _require_own(path: Path, command: str, overwrite: bool) -> None:
-    """Raises FileExistsError if a run would be replaced without `overwrite`, or a file that no run
-    wrote."""
     mark = read_mark(path)
     if mark and not overwrite:
         raise FileExistsError(
             f"out is {path}, which holds another run: use a new folder, "
             "or add --overwrite to replace it"
         )
-    written_by_run = files_in(path, mark.get("command"))
-    foreign = [name for name in files_in(path, command) if name not in written_by_run]
+    if mark:
+        written_by_run = files_in(path, mark["command"])
+        foreign = [name for name in files_in(path, command) if name not in written_by_run]
+    else:
+        foreign = sorted(file.name for file in path.glob("*") if file.name != MARK)
     if foreign:
-        raise FileExistsError(f"out is {path}, whose {foreign[0]} no run wrote: use a new folder")
+        raise FileExistsError(
+            f"out is {path}, which holds other files ({foreign[0]!r}): use a new folder"
+        )
 
 
 class Folder(contextlib.ExitStack):
@@ -108,7 +99,7 @@ class Folder(contextlib.ExitStack):
         with contextlib.ExitStack() as on_error:
             folder = on_error.enter_context(cls(path))
             # Checked again, now that no other process can fill the folder.
-            _require_own(path, command, overwrite)
+            require_free(path, command, overwrite)
             # Old files are removed, so that a run that fails is not mistaken for the old run.
             replaced = read_mark(path).get("command")
             for name in FILES.get(replaced, ()):

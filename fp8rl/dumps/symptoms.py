@@ -5,8 +5,8 @@ policy is certain, is as likely to be positive as negative, and is of similar si
 and at all positions. Each symptom measures one way in which bugs differ from that. It is seen if
 its value is above its limit. What the limit is, says its `null`:
 
-- "fixed": a number that hardly any dump with rounding alone exceeds (benchmarks/decoder_dumps.py measures
-  how often one does).
+- "fixed": a number that hardly any dump with rounding alone exceeds (benchmarks/decoder_dumps.py
+  measures how often one does).
 - "errors": the statistic has a standard error, and the limit is several of them.
 - "permuted": the statistic is measured again on permutations of the dump that destroy what it looks
   for and keep the rest. The limit lies CHANCE standard deviations above their mean. A maximum over

@@ -6,6 +6,7 @@ import functools
 import os
 import platform
 import resource
+import subprocess
 import sys
 import threading
 import time
@@ -200,3 +201,28 @@ def hardware() -> str:
         f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
     )
     return "; ".join(parts)
+
+
+def origin() -> str:
+    """One line on how a result was made: the machine, versions, and the commit of the code."""
+    return f"{hardware()}; commit {commit()}"
+
+
+@functools.cache  # the code of a process does not change
+def commit() -> str:
+    """The short hash of this code's commit, with a + if files have changed since then.
+
+    It is "unknown" outside a clone, as for an installed package.
+    """
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return "unknown"
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        )
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py"])
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + "+" * bool(changed.returncode)

@@ -223,11 +223,17 @@ class FullLayout:
             obs=transitions.obs.to(number_type), next_obs=transitions.next_obs.to(number_type)
         )
         for name in ("obs", "next_obs"):
-            self._check(name, getattr(transitions, name))
+            if getattr(transitions, name).isnan().any():
+                raise ValueError(f"{name} is NaN: fix its source or leave out those transitions")
+        row = transitions._asdict()
+        del row["next_obs"]
+        row["obs"] = self.codec.encode(transitions.obs)
+        row |= self._encode_next(transitions, row["obs"])
+        self.clipped += self.codec.count_clipped(transitions.obs)
         index = (
             self.count + torch.arange(length, device=transitions.reward.device)
         ) % self.capacity
-        for name, values in self._encode(transitions).items():
+        for name, values in row.items():
             field = self.fields[name]
             field[index] = values.to(field.dtype)
         self.count += length
@@ -240,18 +246,15 @@ class FullLayout:
         next_obs = self._next_obs(obs, row)
         return Transitions(obs, action, row["reward"], row["flags"], row["behavior_logp"], next_obs)
 
-    def _check(self, name: str, obs: torch.Tensor) -> None:
-        """Raises ValueError for observations [M, F] that the layout cannot store at all."""
-        if obs.isnan().any():
-            raise ValueError(f"{name} is NaN: fix its source or leave out those transitions")
+    def _encode_next(
+        self, transitions: Transitions, codes: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """What is stored of the next observations, by field. Counts the numbers that are clipped.
 
-    def _encode(self, transitions: Transitions) -> dict[str, torch.Tensor]:
-        """Transitions as they are stored, by field. Counts the numbers that are clipped."""
-        encoded = transitions._asdict()
-        for name in ("obs", "next_obs"):
-            encoded[name] = self.codec.encode(encoded[name])
-            self.clipped += self.codec.count_clipped(getattr(transitions, name))
-        return encoded
+        `codes` are the observations as they are stored.
+        """
+        self.clipped += self.codec.count_clipped(transitions.next_obs)
+        return {"next_obs": self.codec.encode(transitions.next_obs)}
 
     def _next_obs(self, obs: torch.Tensor, row: dict[str, torch.Tensor]) -> torch.Tensor:
         """Next observations [B, F], from the observations before them and the stored fields."""
@@ -292,24 +295,19 @@ class DeltaLayout(FullLayout):
         self.lost = torch.zeros_like(self.clipped)
         self.has_warned = False
 
-    def _check(self, name: str, obs: torch.Tensor) -> None:
-        super()._check(name, obs)
-        if obs.isinf().any():
-            raise ValueError(
-                f"{name} is infinite: fix its source, or use the full layout, which needs no "
-                "difference to it"
-            )
-
-    def _encode(self, transitions: Transitions) -> dict[str, torch.Tensor]:
-        encoded = transitions._asdict()
-        del encoded["next_obs"]
-        encoded["obs"] = self.codec.encode(transitions.obs)
-        rounded = self.codec.decode(encoded["obs"])
-        difference = transitions.next_obs - rounded
-        encoded["difference"] = self.difference.encode(difference)
-        self.clipped += self.codec.count_clipped(transitions.obs)
-        self._count(difference, self.difference.decode(encoded["difference"]))
-        return encoded
+    def _encode_next(
+        self, transitions: Transitions, codes: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        for name in ("obs", "next_obs"):
+            if getattr(transitions, name).isinf().any():
+                raise ValueError(
+                    f"{name} is infinite: fix its source, or use the full layout, which needs no "
+                    "difference to it"
+                )
+        difference = transitions.next_obs - self.codec.decode(codes)
+        stored = self.difference.encode(difference)
+        self._count(difference, self.difference.decode(stored))
+        return {"difference": stored}
 
     def _count(self, difference: torch.Tensor, stored: torch.Tensor) -> None:
         """Counts the differences [M, F] that their codec does not hold, and warns of the first."""

@@ -176,17 +176,16 @@ def horizon(log_ratio: torch.Tensor) -> Horizon:
 class Laboratory:
     """Trains the policies of all arms and seeds: S = arms * seeds, one arm after the other.
 
-    The arms are sorted, so that formats that are rounded in one call stand side by side. The
-    attribute `arms` has their order. `start` may be the result of `pretrained` for the setting and
-    the seeds.
+    Arms of equal formats are rounded in one call if they stand side by side. `start` may be the
+    result of `pretrained` for the setting and the seeds.
     """
 
     def __init__(self, setting: Setting, arms: list[Arm], seeds: list[int], start=None):
         check(setting, seeds)
         self.setting = setting
         self.seeds = seeds
-        self.arms = sorted(arms, key=self.position)
-        for arm in self.arms:
+        self.arms = arms
+        for arm in arms:
             if arm.correction not in CORRECTIONS:
                 known = ", ".join(CORRECTIONS)
                 raise ValueError(f"correction is {arm.correction!r}: choose from {known}")
@@ -213,12 +212,6 @@ class Laboratory:
         self.iteration = 0
         self.actor_rewards: list[torch.Tensor] = []  # [arms, seeds, prompts] for each rollout
         self.rollout_log_ratio = torch.empty(0)  # log pi_0 - log mu of the last rollout, [T, S, B]
-
-    @staticmethod
-    def position(arm: Arm) -> tuple[int, bool]:
-        """The key by which arms are sorted: the kind of its format, then the learner's format."""
-        kinds = ("fp32", "mantissa", "fp8", "fp16")
-        return kinds.index(Rounding.kind_of(arm.format)), arm.correction == "one_precision"
 
     def uniforms(self, purpose: str, iteration: int) -> torch.Tensor:
         """Random numbers [T, S, B] that all arms of a seed share."""

@@ -53,7 +53,13 @@ def nucleus(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 class Policies:
-    """The base class of both networks: parameters [S, ...] by name, and embeddings."""
+    """The base class of both networks: parameters [S, ...] by name, embeddings, and the loop that
+    writes.
+
+    Weights whose names begin with `HIDDEN` are those of hidden layers.
+    """
+
+    HIDDEN: tuple[str, ...]
 
     def __init__(self, parameters: dict[str, torch.Tensor]):
         self.parameters = parameters
@@ -98,6 +104,49 @@ class Policies:
         first_row = torch.arange(policies)[:, None] * vocabulary  # first row of each policy
         return torch.nn.functional.embedding(tokens + first_row, table.reshape(-1, units))
 
+    def rounded_weights(self, rounding: Rounding) -> dict[str, torch.Tensor]:
+        """The weights rounded as in a forward pass. Gradients go to the float32 weights."""
+        weights = {}
+        for name, parameter in self.parameters.items():
+            if name.startswith(self.HIDDEN):
+                weights[name] = rounding.straight_through(rounding.matmul_weight, parameter)
+            elif name == "head":
+                weights[name] = rounding.straight_through(rounding.other, parameter)
+            else:
+                weights[name] = parameter
+        return weights
+
+    @float32_matmuls()
+    @torch.no_grad()
+    def write(self, prompt, uniforms, rounding: Rounding = FLOAT32, top_p=None):
+        """Tokens, int64 [T, S, B], and the log-probabilities with which they were sampled.
+
+        `uniforms`  random numbers from 0 to 1, [T, S, B]
+        `top_p`     of each policy, [S]: tokens are sampled from its nucleus, and log-probabilities
+                    are those among the tokens of the nucleus
+        """
+        weights = self.rounded_weights(rounding)
+        prompt_input = self.embedded_prompt(prompt, rounding)
+        tokens = torch.empty(uniforms.shape, dtype=torch.int64)
+        logits = []
+        cache = self.new_cache(len(uniforms), prompt_input)
+        x = prompt_input
+        for t, uniform in enumerate(uniforms):
+            logits.append(self.step(t, x, cache, weights, rounding))
+            if top_p is not None:
+                logits[t] = nucleus(logits[t], top_p)
+            tokens[t] = sampled(logits[t], uniform)
+            x = self.embedded_tokens(tokens[t], rounding) + prompt_input
+        return tokens, chosen(torch.stack(logits).log_softmax(-1), tokens)
+
+    def new_cache(self, length: int, prompt_input: torch.Tensor) -> list[torch.Tensor]:
+        """What `step` keeps of earlier steps, before the first of `length` steps."""
+        raise NotImplementedError
+
+    def step(self, t: int, x: torch.Tensor, cache: list, weights: dict, rounding: Rounding):
+        """The logits [S, B, V] of step t from its input [S, B, H], and changes the cache."""
+        raise NotImplementedError
+
     def log_probs(self, tokens, prompt, rounding: Rounding = FLOAT32) -> torch.Tensor:
         """Log-probabilities of the tokens [T, S, B] under these policies, with gradient."""
         return chosen(self.all_log_probs(tokens, prompt, rounding), tokens)
@@ -106,6 +155,8 @@ class Policies:
 class RecurrentPolicies(Policies):
     """Recurrent networks: h[t] = tanh(W_token a[t-1] + W_prompt + b + U h[t-1]), and the logits
     are O h[t] + c."""
+
+    HIDDEN = ("recurrent",)
 
     @staticmethod
     def shapes(vocabulary, prompts, units):
@@ -118,104 +169,47 @@ class RecurrentPolicies(Policies):
             "head_bias": ((1, vocabulary), 0.0),
         }
 
-    @float32_matmuls()
-    @torch.no_grad()
-    def write(self, prompt, uniforms, rounding: Rounding = FLOAT32, top_p=None):
-        """Tokens, int64 [T, S, B], and the log-probabilities with which they were sampled.
+    def embedded_prompt(self, prompt, rounding):
+        return super().embedded_prompt(prompt, rounding) + self.parameters["bias"]
 
-        `uniforms`  random numbers from 0 to 1, [T, S, B]
-        `top_p`     of each policy, [S]: tokens are sampled from its nucleus, and log-probabilities
-                    are those among the tokens of the nucleus
-        """
-        recurrent = rounding.matmul_weight(self.parameters["recurrent"])
-        head = rounding.other(self.parameters["head"])
-        head_bias = self.parameters["head_bias"]
-        prompt_input = self.embedded_prompt(prompt, rounding) + self.parameters["bias"]
-        length, policies, batch = uniforms.shape
-        tokens = torch.empty(length, policies, batch, dtype=torch.int64)
-        logits = torch.empty(length, policies, batch, head.shape[-1])
-        hidden_input = torch.zeros_like(prompt_input)
-        layer_input = prompt_input
-        for t in range(length):
-            hidden = torch.tanh(torch.baddbmm(layer_input, hidden_input, recurrent))
-            hidden_input = rounding.matmul_input(hidden)
-            head_input = hidden_input
-            if rounding.rounds_inputs_otherwise:
-                head_input = rounding.other(hidden)
-            logits[t] = rounding.other(torch.baddbmm(head_bias, head_input, head))
-            if top_p is not None:
-                logits[t] = nucleus(logits[t], top_p)
-            tokens[t] = sampled(logits[t], uniforms[t])
-            layer_input = self.embedded_tokens(tokens[t], rounding) + prompt_input
-        return tokens, chosen(logits.log_softmax(-1), tokens)
+    def new_cache(self, length, prompt_input):
+        return [torch.zeros_like(prompt_input)]  # the state as the next step's matmul takes it
+
+    def step(self, t, x, cache, weights, rounding):
+        hidden = torch.tanh(torch.baddbmm(x, cache[0], weights["recurrent"]))
+        cache[0] = rounding.matmul_input(hidden)
+        head_input = rounding.other(hidden) if rounding.rounds_inputs_otherwise else cache[0]
+        return rounding.other(torch.baddbmm(weights["head_bias"], head_input, weights["head"]))
 
     def layer_inputs(self, tokens, prompt, rounding: Rounding) -> torch.Tensor:
         """The part of each step's input that comes from the token before, the prompt and the bias,
         [T, S, B, H]."""
-        prompt_input = self.embedded_prompt(prompt, rounding) + self.parameters["bias"]
+        prompt_input = self.embedded_prompt(prompt, rounding)
         embedded = self.embedded_tokens(tokens[:-1], rounding)
-        first = (
-            torch.zeros_like(embedded[:1])
-            if len(embedded)
-            else embedded.new_zeros(1, *prompt_input.shape)
-        )
+        first = embedded.new_zeros(1, *prompt_input.shape)
         return torch.cat([first, embedded]) + prompt_input
 
     @float32_matmuls()
     def all_log_probs(self, tokens, prompt, rounding: Rounding = FLOAT32) -> torch.Tensor:
         """Log-probabilities of the whole vocabulary at each step, [T, S, B, V], with gradient."""
-        recurrent = rounding.straight_through(rounding.matmul_weight, self.parameters["recurrent"])
-        head = rounding.straight_through(rounding.other, self.parameters["head"])
-        hidden = Recurrence.apply(self.layer_inputs(tokens, prompt, rounding), recurrent, rounding)
+        weights = self.rounded_weights(rounding)
+        inputs = self.layer_inputs(tokens, prompt, rounding)
+        hidden = recurrence(inputs, weights["recurrent"], rounding)
         head_input = rounding.straight_through(rounding.other, hidden)
-        logits = torch.matmul(head_input, head) + self.parameters["head_bias"]
+        logits = torch.matmul(head_input, weights["head"]) + weights["head_bias"]
         return rounding.straight_through(rounding.other, logits).log_softmax(-1)
 
 
-class Recurrence(torch.autograd.Function):
-    """All states h[t] = tanh(x[t] + U q(h[t-1])), [T, S, B, H], with the gradient by hand.
+def recurrence(layer_inputs, recurrent, rounding: Rounding) -> torch.Tensor:
+    """All states h[t] = tanh(x[t] + U q(h[t-1])), [T, S, B, H].
 
-    q is the rounding of a matmul's input; its gradient passes straight through. `recurrence_plain`
-    is the same by autograd, which keeps each step's graph and takes about twice as long.
+    q is the rounding of a matmul's input; its gradient passes straight through.
     """
-
-    @staticmethod
-    def forward(ctx, layer_inputs, recurrent, rounding: Rounding):
-        hidden = torch.empty_like(layer_inputs)
-        torch.tanh(layer_inputs[0], out=hidden[0])
-        for t in range(1, len(hidden)):
-            hidden_input = rounding.matmul_input(hidden[t - 1])
-            total = torch.baddbmm(layer_inputs[t], hidden_input, recurrent)
-            torch.tanh(total, out=hidden[t])
-        ctx.rounding = rounding
-        ctx.save_for_backward(recurrent, hidden)
-        return hidden
-
-    @staticmethod
-    def backward(ctx, hidden_gradient):
-        recurrent, hidden = ctx.saved_tensors
-        transposed = recurrent.transpose(1, 2)
-        gradient = torch.empty_like(hidden)  # gradient of the argument of tanh
-        last = len(hidden) - 1
-        for t in range(last, -1, -1):
-            total = hidden_gradient[t]
-            if t < last:
-                total = torch.baddbmm(total, gradient[t + 1], transposed)
-            torch.ops.aten.tanh_backward.grad_input(total, hidden[t], grad_input=gradient[t])
-        # The sum over time and batch of q(h[t-1]) times gradient[t], for each policy.
-        hidden_inputs = ctx.rounding.matmul_input(hidden[:-1])
-        rows = hidden_inputs.permute(1, 3, 0, 2).flatten(2)  # [S, H, (T - 1) * B]
-        columns = gradient[1:].permute(1, 0, 2, 3).flatten(1, 2)  # [S, (T - 1) * B, H]
-        return gradient, torch.bmm(rows, columns), None
-
-
-def recurrence_plain(layer_inputs, recurrent, rounding: Rounding) -> torch.Tensor:
-    """The plain form of `Recurrence.apply`, which computes the same."""
     hidden = []
     state = torch.zeros_like(layer_inputs[0])
     for layer_input in layer_inputs:
         state_input = rounding.straight_through(rounding.matmul_input, state)
-        state = torch.tanh(layer_input + state_input @ recurrent)
+        state = torch.tanh(torch.baddbmm(layer_input, state_input, recurrent))
         hidden.append(state)
     return torch.stack(hidden)
 
@@ -233,6 +227,7 @@ class AttentionPolicies(Policies):
     """
 
     LAYERS = 2
+    HIDDEN = ("query_key_value", "projection", "up", "down")
 
     @staticmethod
     def shapes(vocabulary, prompts, units):
@@ -251,18 +246,6 @@ class AttentionPolicies(Policies):
             }
         return shapes | {"head": ((units, vocabulary), 0.1), "head_bias": ((1, vocabulary), 0.0)}
 
-    def rounded_weights(self, rounding: Rounding) -> dict[str, torch.Tensor]:
-        """The weights rounded as in a forward pass. Gradients go to the float32 weights."""
-        weights = {}
-        for name, parameter in self.parameters.items():
-            if name.startswith(("query_key_value", "projection", "up", "down")):
-                weights[name] = rounding.straight_through(rounding.matmul_weight, parameter)
-            elif name == "head":
-                weights[name] = rounding.straight_through(rounding.other, parameter)
-            else:
-                weights[name] = parameter
-        return weights
-
     def product(self, x: torch.Tensor, weight: torch.Tensor, rounding: Rounding) -> torch.Tensor:
         """x [S, ., inputs] times a hidden layer's weight [S, inputs, outputs]."""
         return torch.bmm(rounding.straight_through(rounding.matmul_input, x), weight)
@@ -279,43 +262,25 @@ class AttentionPolicies(Policies):
         product = torch.baddbmm(weights["head_bias"], head_input, weights["head"])
         return rounding.straight_through(rounding.other, product)
 
-    @float32_matmuls()
-    @torch.no_grad()
-    def write(self, prompt, uniforms, rounding: Rounding = FLOAT32, top_p=None):
-        """Tokens, int64 [T, S, B], and the log-probabilities with which they were sampled.
+    def new_cache(self, length, prompt_input):
+        policies, batch, units = prompt_input.shape
+        # Keys and values of each layer
+        return [torch.empty(2, policies, batch, length, units) for _ in range(self.LAYERS)]
 
-        `uniforms`  random numbers from 0 to 1, [T, S, B]
-        `top_p`     of each policy, [S]: tokens are sampled from its nucleus, and log-probabilities
-                    are those among the tokens of the nucleus
-        """
-        length, policies, batch = uniforms.shape
-        weights = self.rounded_weights(rounding)
-        prompt_input = self.embedded_prompt(prompt, rounding)
-        units = prompt_input.shape[-1]
-        caches = [
-            torch.empty(2, policies, batch, length, units) for _ in range(self.LAYERS)
-        ]  # keys and values of each layer
-        tokens = torch.empty(length, policies, batch, dtype=torch.int64)
-        logits = []
-        x = prompt_input
-        for t in range(length):
-            distance = torch.arange(t, -1, -1).clamp(max=REACH - 1)
-            for layer, (keys, values) in enumerate(caches):
-                product = self.product(normalized(x), weights[f"query_key_value{layer}"], rounding)
-                query, key, value = product.chunk(3, -1)
-                keys[:, :, t] = rounding.other(key)
-                values[:, :, t] = rounding.other(value)
-                scores = (keys[:, :, : t + 1] @ query.unsqueeze(-1)).squeeze(-1)
-                scores = scores / math.sqrt(units) + weights[f"distance{layer}"][:, None, distance]
-                attention = scores.softmax(-1).unsqueeze(-2)
-                mixed = (attention @ values[:, :, : t + 1]).squeeze(-2)
-                x = self.after_attention(x, mixed, weights, layer, rounding)
-            logits.append(self.logits(x, weights, rounding))
-            if top_p is not None:
-                logits[t] = nucleus(logits[t], top_p)
-            tokens[t] = sampled(logits[t], uniforms[t])
-            x = self.embedded_tokens(tokens[t], rounding) + prompt_input
-        return tokens, chosen(torch.stack(logits).log_softmax(-1), tokens)
+    def step(self, t, x, cache, weights, rounding):
+        distance = torch.arange(t, -1, -1).clamp(max=REACH - 1)
+        for layer, (keys, values) in enumerate(cache):
+            product = self.product(normalized(x), weights[f"query_key_value{layer}"], rounding)
+            query, key, value = product.chunk(3, -1)
+            keys[:, :, t] = rounding.other(key)
+            values[:, :, t] = rounding.other(value)
+            scores = (keys[:, :, : t + 1] @ query.unsqueeze(-1)).squeeze(-1)
+            scores = scores / math.sqrt(x.shape[-1])
+            scores = scores + weights[f"distance{layer}"][:, None, distance]
+            attention = scores.softmax(-1).unsqueeze(-2)
+            mixed = (attention @ values[:, :, : t + 1]).squeeze(-2)
+            x = self.after_attention(x, mixed, weights, layer, rounding)
+        return self.logits(x, weights, rounding)
 
     @float32_matmuls()
     def all_log_probs(self, tokens, prompt, rounding: Rounding = FLOAT32) -> torch.Tensor:

@@ -8,6 +8,7 @@ fp8     as in engines for language models: weights of the hidden layers are roun
         embeddings, head and logits are rounded to bfloat16
 """
 
+import itertools
 import re
 
 import torch
@@ -24,51 +25,26 @@ def rounded_to_e4m3(x: torch.Tensor, dim: int) -> torch.Tensor:
 class Rounding:
     """Rounds tensors [..., S, rows, columns] of S policies.
 
-    `formats` has a format for each policy. Policies of equal formats must stand side by side, and
-    so must all with a format e8mY, because each group is rounded in one call. Raises ValueError for
-    an unknown format.
+    `formats` has a format for each policy. Policies of equal formats that stand side by side are
+    rounded in one call. Raises ValueError for an unknown format.
     """
 
     def __init__(self, formats: list[str]):
-        mantissas = [self.mantissa_of(name) for name in formats]
-        kinds = [self.kind_of(name) for name in formats]
-        self.groups: dict[str, slice] = {}  # the policies of each kind of format that rounds
-        for kind in dict.fromkeys(kinds):
-            if kind == "fp32":
-                continue
-            first = kinds.index(kind)
-            end = first + kinds.count(kind)
-            if set(kinds[first:end]) != {kind}:
-                raise ValueError(f"formats {formats} are mixed: put equal ones side by side")
-            self.groups[kind] = slice(first, end)
-        if "mantissa" in self.groups:
-            bits = torch.tensor([y for y in mantissas if y is not None])[:, None, None]
-            dropped = 23 - bits
-            self.half = (2 ** (dropped - 1)).int()  # half of the last place that is kept
-            self.mask = (-(2**dropped)).int()
-
-    @staticmethod
-    def mantissa_of(name: str) -> int | None:
-        """The bits of mantissa of a format e8mY; None for other formats."""
-        match = re.fullmatch(r"e8m([0-9]+)", name)
-        if match and int(match[1]) < 23:
-            return int(match[1])
-        if name not in ("fp32", "fp16", "fp8"):
-            raise ValueError(f"format is {name!r}: use fp32, fp16, fp8, or e8m0 to e8m22")
-        return None
-
-    @staticmethod
-    def kind_of(name: str) -> str:
-        """The kind of a format: fp32, fp16, fp8, or "mantissa" for all e8mY.
-
-        Policies of one kind are rounded in one call.
-        """
-        return name if Rounding.mantissa_of(name) is None else "mantissa"
+        self.groups: list[tuple[slice, str]] = []  # policies that round, and their format
+        first = 0
+        for name, same in itertools.groupby(formats):
+            match = re.fullmatch(r"e8m([0-9]+)", name)
+            if not (match and int(match[1]) < 23) and name not in ("fp32", "fp16", "fp8"):
+                raise ValueError(f"format is {name!r}: use fp32, fp16, fp8, or e8m0 to e8m22")
+            end = first + len(list(same))
+            if name != "fp32":
+                self.groups.append((slice(first, end), name))
+            first = end
 
     @property
     def rounds_inputs_otherwise(self) -> bool:
         """Whether `matmul_input` and `other` differ for any policy."""
-        return "fp8" in self.groups
+        return any(name == "fp8" for _, name in self.groups)
 
     def matmul_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Rounds weights [S, inputs, outputs] of a hidden layer."""
@@ -87,16 +63,17 @@ class Rounding:
         if not self.groups:
             return x
         result = x.detach().clone(memory_format=torch.contiguous_format)
-        for kind, policies in self.groups.items():
+        for policies, name in self.groups:
             part = result[..., policies, :, :]
-            if kind == "mantissa":
-                # To add half of the last place and cut off the rest rounds to the nearest. Ties,
-                # which are rare, are rounded away from zero.
-                part.view(torch.int32).add_(self.half).bitwise_and_(self.mask)
-            elif kind == "fp16":
+            if name == "fp8":
+                part.copy_(as_fp8(part))
+            elif name == "fp16":
                 part.copy_(part.half().float())
             else:
-                part.copy_(as_fp8(part))
+                # To add half of the last place and cut off the rest rounds to the nearest. Ties,
+                # which are rare, are rounded away from zero.
+                dropped = 23 - int(name.removeprefix("e8m"))
+                part.view(torch.int32).add_(2 ** (dropped - 1)).bitwise_and_(-(2**dropped))
         return result
 
     def straight_through(self, method, x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from ..config import Config
 from ..disk.safe_files import opened
 from ..history import History
 from ..precision import Precision
-from ..tasks.by_id import task_of
+from ..tasks.by_id import TASKS, task_of
 from ..tasks.gymnasium_env import gymnasium_id, interface_of
 from .statistics import bootstrap_interval, iqm
 
@@ -98,18 +98,13 @@ def threshold_of(env_id: str | None) -> float:
     cart. Raises ValueError if it names none, or if the task cannot be trained on."""
     if env_id is None:
         return THRESHOLD
-    task, name = task_of(env_id), env_id.rpartition(":")[2]
-    if task and name.isidentifier():  # a task of one's own
+    task = task_of(env_id)
+    if task and env_id not in TASKS:  # a task of one's own
         found = getattr(task, "reward_threshold", None)
     else:
         interface_of(env_id)  # says why, if it cannot be made
-        name = gymnasium_id(env_id)
-        if name not in gymnasium.registry:
-            raise ValueError(
-                f"env_id is {env_id!r}, which has no version: "
-                f"use {env_id}-v{gymnasium.make(name).spec.version}"
-            )
-        found = gymnasium.spec(name).reward_threshold
+        spec = gymnasium.registry.get(gymnasium_id(env_id))
+        found = spec and spec.reward_threshold
     if found is None:
         raise ValueError(
             f"threshold is None, and {env_id} has none itself: name it, as in --threshold 100"
@@ -158,10 +153,7 @@ class Journal:
         for row in rows:
             history.add(row)
         history.failure = failure
-        columns = ("iteration", "steps", "seconds", "eval_return")
-        numbers = np.array([history.columns.get(name, [math.nan]) for name in columns])
-        good = np.isfinite(numbers) | (np.isneginf(numbers) & (failure is not None))
-        if not rows or not isinstance(arm, str) or not good.all():
+        if not rows or not isinstance(arm, str):
             raise ValueError("it has no name, or no evaluation")
         self.histories[Config.of_file(config)] = history
 
@@ -202,31 +194,22 @@ def mean_train_return(history: History) -> float:
     return float(returns.mean()) if len(returns) else math.nan
 
 
-def stack(histories: list[History], column: str) -> tuple[np.ndarray, np.ndarray]:
+def stack(
+    histories: list[History], column: str, carry: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """One column of runs of equal length: steps [n] and values [runs, n], without the rows that
-    hold no value and the runs that ended early."""
-    whole = [history for history in histories if len(history) == max(map(len, histories))]
-    values = np.array([history.column(column) for history in whole])
-    filled = ~np.isnan(values).any(axis=0)
-    return whole[0].column("steps")[filled], values[:, filled]
+    hold no value and the runs that ended early.
 
-
-def training_curve(histories: list[History]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns of training episodes, whose actions are sampled, of runs of equal length: steps [n]
-    and values [runs, n], without the runs that ended early.
-
-    Where no episode ended in an iteration, a run has the value of the row before. Rows before the
-    first episode of every run has ended are left out.
+    With `carry`, a row without a value has that of the row before. So it is with returns of
+    training episodes, none of which may end in an iteration.
     """
     whole = [history for history in histories if len(history) == max(map(len, histories))]
-    steps = whole[0].column("steps")
-    values = np.full((len(whole), len(steps)), math.nan)
-    for run, history in enumerate(whole):
-        if "train_return" in history.columns:  # not in journals of hand-made rows
-            values[run] = history.column("train_return")
-    for t in range(1, len(steps)):
-        values[:, t] = np.where(np.isnan(values[:, t]), values[:, t - 1], values[:, t])
+    values = np.array([history.column(column) for history in whole])
+    if carry:
+        for t in range(1, values.shape[1]):
+            values[:, t] = np.where(np.isnan(values[:, t]), values[:, t - 1], values[:, t])
     filled = ~np.isnan(values).any(axis=0)
+    steps = whole[0].column("steps")[: len(filled)]  # none in journals without the column
     return steps[filled], values[:, filled]
 
 
@@ -288,6 +271,7 @@ def table(results: list[dict], arms: list[str], threshold: float = THRESHOLD) ->
         else:
             is_close = np.abs(bootstrap_interval(difference)).max() <= MARGIN
             verdict = "pass" if values.min() >= threshold and is_close else "fail"
+        gained = trained[name] - trained[baseline]
         cells = (
             name,
             with_interval(values),
@@ -296,21 +280,11 @@ def table(results: list[dict], arms: list[str], threshold: float = THRESHOLD) ->
             "" if name == baseline else with_interval(difference, signed=True),
             verdict,
             median_of(first[name], ",.0f"),
-            *while_training(trained[name], trained[baseline], is_first=name == baseline),
+            with_interval(trained[name]),
+            "" if name == baseline else with_interval(gained, signed=True),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def while_training(values: np.ndarray, first: np.ndarray, is_first: bool) -> tuple[str, str]:
-    """Two cells: the returns while training of an arm, and their difference to the first arm."""
-    known = ~np.isnan(values)
-    if not known.any():
-        return "-", "-"
-    paired = known & ~np.isnan(first)
-    hidden = is_first or not paired.any()
-    difference = "" if hidden else with_interval((values - first)[paired], signed=True)
-    return with_interval(values[known]), difference
 
 
 def median_of(values: np.ndarray, form: str) -> str:
@@ -321,8 +295,11 @@ def median_of(values: np.ndarray, form: str) -> str:
 
 
 def with_interval(values: np.ndarray, signed: bool = False) -> str:
-    """An interquartile mean as text, with its 95% bootstrap interval if there are FEWEST seeds or
-    more."""
+    """The interquartile mean of values that are not NaN as text, with its 95% bootstrap interval if
+    there are FEWEST of them or more; "-" if there is none."""
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return "-"
     form = "+.2f" if signed else ".2f"
     text = f"{iqm(values):{form}}"
     if len(values) < FEWEST:

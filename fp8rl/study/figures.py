@@ -154,63 +154,29 @@ def study(
     """Draws the results of a study: training returns, greedy evaluations, and final returns.
 
     Returns of training episodes come first, because their actions are sampled. A greedy policy may
-    do well before the sampled policy does, and then its curve shows no learning. The titles say
-    what can be seen.
+    do well before the sampled policy does, and then its curve shows no learning.
 
     `final`  name -> final greedy return of each seed
     `marks`  whether to draw the cart's reference returns; False for other tasks
     """
     left, middle, right = figure.subplots(1, 3)
     left.sharey(middle)
-    for ax, curves in ((left, training), (middle, evaluation)):
-        shown = {name: curve for name, curve in curves.items() if len(curve[0])}
-        learning_curves(ax, shown, marks)
-        if shown:
-            ax.get_legend().remove()
-    for text in [*left.texts]:
-        text.remove()  # the middle panel names the references, too
-    middle.set_ylabel("")
-    name_lines(left)
-    left.set_title(growth(training), fontsize=10)
-    reached = sum(iqm(final[name]) >= threshold for name in evaluation)
-    word = "arms end" if len(evaluation) > 1 else "arm ends"
-    middle.set_title(
-        f"Evaluated with greedy actions,\n"
-        f"{reached} of {len(evaluation)} {word} at {threshold:g} or above",
-        fontsize=10,
-    )
+    shown = {name: curve for name, curve in training.items() if len(curve[0])}
+    learning_curves(left, shown, marks).set_title("in training, sampled actions")
+    learning_curves(middle, evaluation, marks).set_title("evaluated, greedy actions")
     looks = dict(zip(evaluation, styles(evaluation), strict=True))
     plain = {"color": "#888888", "marker": "o"}  # style of controls, which have no curves
     intervals(right, final, "final greedy return", [looks.get(name, plain) for name in final])
-    ends = np.concatenate([final[name] for name in evaluation])
-    right.set_title(
-        f"Of all seeds, {(ends >= threshold).sum()} of {len(ends)}\nend at {threshold:g} or above",
-        fontsize=10,
-    )
-    zoom(right, final, threshold)
-    seeds = len(next(iter(final.values())))
+    right.axvline(threshold, color="#888888", linewidth=0.8, zorder=0)
+    reached = sum((values >= threshold).sum() for values in final.values())
+    seeds = sum(map(len, final.values()))
+    right.set_title(f"{reached} of {seeds} seeds end at {threshold:g} or above")
     caption = (
-        f"Curves: interquartile mean and 10th to 90th percentile of {seeds} seeds. Right: a stroke "
+        "Curves: interquartile mean and 10th to 90th percentile of the seeds. Right: a stroke "
         "for each seed; above, their interquartile mean and its 95% interval."
     )
     figure.supxlabel(caption, fontsize=8, color="#444444")
     return figure
-
-
-def growth(training: Curves) -> str:
-    """The title of the curves of training episodes: how returns grow."""
-    means = [iqm(values, axis=0) for _, values in training.values() if values.size]
-    if not means:
-        return "In training, no episode ended"
-    begins, ends = (in_range([curve[place] for curve in means]) for place in (0, -1))
-    return f"In training, with sampled actions,\nreturns go from {begins} to {ends}"
-
-
-def in_range(values: list[float]) -> str:
-    """The lowest and the highest number as text, without decimals, or one number if both are
-    equal."""
-    low, high = f"{min(values):.0f}", f"{max(values):.0f}"
-    return low if low == high else f"{low}..{high}"
 
 
 def name_lines(ax: Axes, size: float = 8) -> Axes:
@@ -249,50 +215,6 @@ def spread(positions: Sequence[float], least: float) -> list[float]:
         for group in groups
         for k in range(len(group))
     ]
-
-
-def zoom(ax: Axes, final: dict[str, np.ndarray], threshold: float) -> Axes:
-    """Shows only scores from a little below the threshold on, if the first arm reaches it.
-
-    Otherwise an arm far below the threshold would leave no room for the other arms. Arrows stand
-    for arms that are out of sight.
-    """
-    best = max(values.max() for values in final.values())
-    first = next(iter(final.values()))
-    if not iqm(first) >= threshold < best:
-        return ax
-    margin = (best - threshold) / 4
-    low = threshold - margin
-    ax.set_xlim(low, best + margin)
-    ax.set_xlabel(f"{ax.get_xlabel()}, from {low:.0f} up")
-    for row, values in enumerate(final.values()):
-        if iqm(values) < low:
-            at = {"textcoords": "offset points", "va": "center"}
-            ax.annotate(f"← {iqm(values):.1f}", (low, row), (3, 0), **at)
-    return ax
-
-
-def series(
-    ax: Axes, runs: dict[str, tuple[np.ndarray, np.ndarray]], label: str, window: int = 10
-) -> Axes:
-    """Draws a quantity of training against environment steps, with a line for each name.
-
-    The line is the mean of the seeds over a sliding window of iterations, or over all iterations of
-    a shorter run.
-
-    `runs`   name -> (steps [n], values [seeds, n])
-    `label`  label of the vertical axis, with the unit
-    """
-    for style, (name, (steps, values)) in zip(styles(runs), runs.items(), strict=True):
-        width = max(1, min(window, len(steps)))
-        smooth = (
-            np.convolve(np.mean(values, axis=0), np.ones(width) / width, "valid")
-            if len(steps)
-            else steps
-        )
-        ax.plot(steps[width - 1 :], smooth, label=name, **{**style, "marker": ""})
-    steps_axis(ax, ticks=4).set_ylabel(label)
-    return ax
 
 
 def intervals(

@@ -67,20 +67,11 @@ def titled(frame: np.ndarray, title: str) -> Image.Image:
     if image.width > WIDEST:
         image = image.resize((WIDEST, round(image.height * WIDEST / image.width)))
     band = 30
-    width = max(image.width, 300)  # the title needs this width
-    whole = Image.new("RGB", (width, image.height + band), "white")
-    whole.paste(image, ((width - image.width) // 2, band))
-    draw = ImageDraw.Draw(whole)
-    draw.text((width // 2, band // 2), title, "black", font(14), anchor="mm")
+    whole = Image.new("RGB", (max(image.width, 300), image.height + band), "white")
+    whole.paste(image, (0, band))
+    font = ImageFont.load_default(14)
+    ImageDraw.Draw(whole).text((10, band // 2), title, "black", font, anchor="lm")
     return whole
-
-
-def font(size: int) -> ImageFont.FreeTypeFont:
-    """The font of matplotlib's figures."""
-    # Imported here, because only films need matplotlib.
-    from matplotlib import font_manager
-
-    return ImageFont.truetype(font_manager.findfont("DejaVu Sans"), size)
 
 
 def gif_of(frames: Iterable[Image.Image], seconds: float) -> bytes:

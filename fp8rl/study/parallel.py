@@ -13,8 +13,8 @@ into batches is a function of the configs and of the argument `workers`, and of 
 the executor, of how many workers it really has, or of which of them die. With the same `workers`,
 each executor gives the same numbers bit for bit on one kind of processor.
 
-A study keeps the states of its batches in files (batch_file.py). A batch that was stopped goes on
-from its file and gives the same numbers.
+A study keeps the state of each batch in a file, which is written once a minute (batch_file.py). A
+batch that was stopped goes on from its file and gives the same numbers.
 """
 
 import contextlib
@@ -22,24 +22,21 @@ import math
 import multiprocessing
 import os
 import signal
-import sys
-import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Container, Iterator, MutableSequence
 from concurrent.futures import (
-    FIRST_COMPLETED,
     BrokenExecutor,
     CancelledError,
     Executor,
     Future,
     ProcessPoolExecutor,
-    wait,
 )
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
+import psutil
 from tqdm.auto import tqdm
 
 from ..build import build, build_population
@@ -48,12 +45,12 @@ from ..history import History
 from ..machine.hardware import cores, keep_freed_memory, one_core
 from ..machine.plan import plan_run
 from ..population.batches import batches, obstacle, require_one_population
-from ..tasks.gymnasium_env import EnvironmentFailed, children_ignore_interrupts
+from ..tasks.gymnasium_env import EnvironmentFailed
 from ..train import iterate
-from .batch_file import BatchFile, SharedFile, opened
-from .comparison import THRESHOLD
+from .batch_file import BatchFile
 
 AGENTS = 64  # in a population, at most: with more, results come later and take more memory
+PAUSE = 0.1  # seconds between two looks at the batches, and at the study's process
 
 # A batch of agents, and the function that trains each of them alone; None trains a population.
 Batch = tuple[Callable[[Config], History] | None, list[Config]]
@@ -62,7 +59,7 @@ Batch = tuple[Callable[[Config], History] | None, list[Config]]
 def run(config: Config) -> History:
     """Trains one config alone, without a progress bar. A run that fails ends with minus infinity,
     and its history tells why."""
-    (history,) = _train(True, [config], number=0, threshold=math.inf)
+    (history,) = _train(True, [config])
     return history
 
 
@@ -96,7 +93,6 @@ def run_batches(
     workers: int | None = None,
     progress: bool = True,
     done: Container[Config] = (),
-    threshold: float = THRESHOLD,
     folder: Path | None = None,
 ) -> Iterator[tuple[Config, History]]:
     """Trains batches in parallel, yielding each config with its history as they finish (in any
@@ -105,11 +101,11 @@ def run_batches(
     `executor`: whose workers train; it is the caller's to shut down. None is a pool of processes on
     this machine, at most `workers`, of which none outlives this process or the last result.
     `progress`: shows a bar. With this machine's processes it counts every step, and with another
-    executor those of finished batches. It also counts agents that have reached the `threshold`.
+    executor those of finished batches.
     `done`: configs that need not be trained any more. The others train in the populations that they
     would have been in without it, so that a study that goes on gives the same numbers bit for bit.
-    `folder`: where the states of batches are kept that have begun, by workers of this machine or by
-    those of an executor with a method `share` (dask_cluster.py). They go on from there.
+    `folder`: where the states of batches are kept that have begun. They go on from there. Workers
+    on other machines use it, too, if they have this folder.
 
     Raises what a run raises, and ChildProcessError if a process died or the executor gave up a
     batch. Then, and if the caller stops early, batches that have not begun are cancelled."""
@@ -117,47 +113,35 @@ def run_batches(
     if not tasks:
         return
     agents = sum(len(batch) for _, batch in tasks)
-    counts = [0.0] * (2 * len(tasks))  # of each batch: steps, agents that reached the threshold
-    total = sum(steps_of(config) for _, batch in tasks for config in batch)
+    steps = [0.0] * len(tasks)  # of each batch
+    total = sum(steps_of(batch) for _, batch in tasks)
     waiting: dict[Future, int] = {}  # the number of the batch
-    share = getattr(executor, "share", None)
     with contextlib.ExitStack() as on_exit:
         if executor is None:
-            counts = multiprocessing.get_context("forkserver").RawArray("d", counts)
+            steps = multiprocessing.get_context("forkserver").RawArray("d", steps)
             processes = min(workers or cores(), cores(), len(tasks))
-            executor = on_exit.enter_context(LocalProcesses(processes, counts))
-        if share and folder is None:
-            folder = Path(on_exit.enter_context(tempfile.TemporaryDirectory()))
-        files = [BatchFile(folder, batch) for _, batch in tasks if folder]
+            executor = on_exit.enter_context(LocalProcesses(processes, steps))
+        require_wanted = getattr(executor, "require_wanted", None)
         try:
             for number, (each, batch) in enumerate(tasks):
-                keeping = folder
-                if share:
-                    keeping = share(files[number].path)
-                    files[number].shared = keeping
-                with held_signals():
-                    future = executor.submit(train_batch, each, batch, number, threshold, keeping)
-                waiting[future] = number
-            with tqdm(total=total, unit="step", unit_scale=True, disable=not progress) as bar:
+                task = (train_batch, each, batch, number, folder, require_wanted)
+                waiting[executor.submit(*task)] = number
+            name = f"{agents} agents"
+            with tqdm(
+                desc=name, total=total, unit="step", unit_scale=True, disable=not progress
+            ) as bar:
                 while waiting:
-                    tell_news(executor)
-                    fetch(files)
                     finished = next_results(waiting)
-                    for number, histories in finished:
-                        _, batch = tasks[number]
-                        counts[2 * number] = sum(map(steps_of, batch))
-                        counts[2 * number + 1] = sum(reaches(x, threshold) for x in histories)
-                    reached = sum(counts[1::2])
-                    text = f"{agents} agents, {reached:.0f} at {threshold:g}"
-                    bar.set_postfix_str(text, refresh=False)
-                    bar.update(sum(counts[::2]) - bar.n)
+                    for number, _ in finished:
+                        steps[number] = steps_of(tasks[number][1])
+                    bar.update(sum(steps) - bar.n)
                     for number, histories in finished:
                         _, batch = tasks[number]
                         for config, history in zip(batch, histories, strict=True):
                             if config not in done:
                                 yield config, history
-                        if folder:
-                            files[number].remove()  # the caller has its results
+                        if folder:  # the caller has its results
+                            BatchFile(folder, batch).path.unlink(missing_ok=True)
         except BrokenExecutor as error:
             raise ChildProcessError(
                 "a process of the study died (killed, or out of memory): run the command again"
@@ -170,83 +154,25 @@ def run_batches(
         finally:
             for future in waiting:
                 future.cancel()
-            for file in files:
-                file.fetch()
-                file.leave()
 
 
-def fetch(files: list[BatchFile]) -> None:
-    """Copies the files of batches that are on the scheduler of a cluster, each when it is time to,
-    and tells of batches that begin again and again."""
-    for file in files:
-        if not file.is_due():
-            continue
-        before = file.begun
-        file.fetch()
-        if file.begun > max(before, 1):
-            tqdm.write(
-                f"fp8rl: {file.path.stem} has begun {file.begun} times without being saved: "
-                "let workers live longer, or make batches smaller by more --workers",
-                file=sys.stderr,
-            )
-
-
-def tell_news(executor: Executor) -> None:
-    """Prints what an executor's user should know while it waits, if there is something new."""
-    news = getattr(executor, "news", None)
-    if news and (line := news()):
-        tqdm.write(f"fp8rl: {line}", file=sys.stderr)
-
-
-def result_of(future: Future, executor: Executor):
-    """The result of a future of an executor, with the executor's news while it is awaited."""
-    while not future.done():
-        tell_news(executor)
-        with held_signals():
-            wait([future], 0.5)
-    return future.result()
-
-
-def steps_of(config: Config) -> int:
-    """The environment steps of a run."""
-    return config.iterations * config.steps_per_iteration
-
-
-def reaches(history: History, threshold: float) -> bool:
-    """Whether an evaluation reached the threshold."""
-    return isinstance(history, History) and history.first_step_at(threshold) > 0
+def steps_of(batch: list[Config]) -> int:
+    """The environment steps of a batch."""
+    return sum(config.iterations * config.steps_per_iteration for config in batch)
 
 
 def next_results(waiting: dict[Future, int]) -> list[tuple[int, list[History]]]:
-    """The batches that have finished within half a second, in order: their numbers and histories.
+    """The batches that have finished, in order: their numbers and histories. None may have, and
+    then a moment has passed.
 
-    `wait` gives a set, whose order differs from one process to the next. Sorted, batches that
-    finish together stand in the same order in every journal.
-
-    Their futures are removed from `waiting` and then belong to nobody. A Dask cluster would
-    otherwise train a finished batch again when the worker that trained it dies."""
-    with held_signals():
-        ended, _ = wait(waiting, 0.5, FIRST_COMPLETED)
-        in_order = sorted(ended, key=waiting.__getitem__)
-        return [(waiting.pop(future), future.result()) for future in in_order]
-
-
-@contextlib.contextmanager
-def held_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM wait for its end. What they raise inside a wait can leave the lock of a
-    future held, and the thread that ends the pool would wait for it for ever."""
-    held, main = [], threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
-    before = {
-        number: signal.signal(number, lambda number, _: held.append(number)) for number in numbers
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-        for number in held:
-            signal.raise_signal(number)
+    Futures are asked, because an interrupt within `concurrent.futures.wait` can leave the lock of
+    one held, and the thread that ends the pool would wait for it for ever. They are removed from
+    `waiting` and then belong to nobody. A Dask cluster would otherwise train a finished batch again
+    when the worker that trained it dies."""
+    ended = [future for future in waiting if future.done()]
+    if not ended:
+        time.sleep(PAUSE)
+    return [(waiting.pop(future), future.result()) for future in ended]
 
 
 def require(tasks: list[Batch], workers: int | None = None, at_once: int | None = None) -> None:
@@ -297,56 +223,50 @@ def train_batch(
     each: Callable[[Config], History] | None,
     configs: list[Config],
     number: int,
-    threshold: float,
-    keeping: Path | SharedFile | None = None,
+    folder: Path | None = None,
+    require_wanted: Callable[[], None] | None = None,
 ) -> list[History]:
     """Trains a batch in the thread that calls it, and returns the histories in the order of its
     configs. It needs nothing that was set up before, so any worker can do it.
 
-    The batch goes on from its file in the folder `keeping`, or from that on a cluster's scheduler,
-    and its state is saved there again and again. A function of the caller, `each`, is called once
-    and keeps nothing.
+    The batch goes on from its file in the `folder`, if that is there, and its state is saved there
+    again and again. `require_wanted` is called after each iteration, and raises what ends a batch
+    that nobody waits for. A function of the caller, `each`, is called once and keeps nothing.
 
-    In a process of this machine's pool, batch `number` counts its steps and agents while it trains.
+    In a process of this machine's pool, batch `number` counts its steps while it trains.
     """
     keep_freed_memory()
     # Several cores would add up in another order
-    with one_core(), opened(keeping, configs) as file:
+    with one_core():
         if each not in (None, run):
             (config,) = configs
             return [each(config)]
-        return _train(each is run, configs, number, threshold, file)
+        has_folder = folder is not None and folder.is_dir()
+        file = BatchFile(folder, configs) if has_folder else None
+        return _train(each is run, configs, number, file, require_wanted)
 
 
 def _train(
     alone: bool,
     configs: list[Config],
-    number: int,
-    threshold: float,
+    number: int = 0,
     file: BatchFile | None = None,
+    require_wanted: Callable[[], None] | None = None,
 ) -> list[History]:
     """Trains a batch in its file, or in none: one config `alone`, or a population."""
     if file is not None:
         made = file.built(alone)
     else:
         made = build(configs[0]) if alone else build_population(configs)
-    reached = np.zeros(len(configs), bool)
-    for returns in made.history.columns.get("eval_return", ()):
-        reached |= returns >= threshold
-
-    def count() -> None:
-        if _counts is not None and len(made.recorded):
-            reached[:] |= made.recorded.columns["eval_return"][-1] >= threshold
-            steps = made.recorded.last["steps"] * len(configs)
-            _counts[2 * number : 2 * number + 2] = steps, reached.sum()
-
-    count()
     try:
         with contextlib.closing(iterate(made)) as iterations:
             for _ in iterations:
-                count()
-                if file is not None:
-                    file.keep(made)
+                if _steps is not None and len(made.recorded):
+                    _steps[number] = made.recorded.last["steps"] * len(configs)
+                if require_wanted is not None:
+                    require_wanted()
+                if file is not None and file.is_due():
+                    file.save(made)
     except (ValueError, FloatingPointError, EnvironmentFailed) as error:
         if not alone:
             raise
@@ -361,27 +281,21 @@ def record_failure(history: History, error: Exception) -> None:
     history.add({**start, **history.last, "eval_return": -math.inf})
 
 
-# Of run_batches, in a process of this machine's pool: the steps of each batch and its agents at the
-# threshold.
-_counts: MutableSequence[float] | None = None
+# Of run_batches, in a process of this machine's pool: the steps of each batch.
+_steps: MutableSequence[float] | None = None
 
 
 class LocalProcesses(ProcessPoolExecutor):
-    """A pool of processes on this machine that write into `counts`, which is shared memory, while
+    """A pool of processes on this machine that write into `steps`, which is shared memory, while
     they train. They end with this process, and are killed if the block of `with` fails."""
 
-    def __init__(self, processes: int, counts: MutableSequence[float]):
+    def __init__(self, processes: int, steps: MutableSequence[float]):
         # Forked from a server that has only imported torch, which ends with this process: a fork of
         # a process that has used torch's threads can hang.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch"])
         self.others = set(multiprocessing.active_children())
-        super().__init__(processes, context, _begin_process, (counts,))
-
-    def submit(self, function, /, *arguments, **options) -> Future:
-        """As ProcessPoolExecutor, which starts its processes here."""
-        with children_ignore_interrupts(), children_ignore_termination():
-            return super().submit(function, *arguments, **options)
+        super().__init__(processes, context, _begin_process, (steps, os.getpid()))
 
     def __exit__(self, kind, error, traceback) -> None:
         if kind:
@@ -390,35 +304,23 @@ class LocalProcesses(ProcessPoolExecutor):
         self.shutdown(cancel_futures=True)
 
 
-@contextlib.contextmanager
-def children_ignore_termination() -> Iterator[None]:
-    """A context in which processes that are started ignore SIGTERM.
-
-    Schedulers and `timeout` send it to a whole group of processes, which the parent then ends. If
-    the server that forks them died of it first, the study would seem to end because of that.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signal handlers can be set only there
-        return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _begin_process(counts: MutableSequence[float]) -> None:
-    global _counts
-    _counts = counts  # shared memory goes only to a process that begins
+def _begin_process(steps: MutableSequence[float], study: int) -> None:
+    global _steps
+    _steps = steps  # shared memory goes only to a process that begins
     # Its own has a semaphore of the system, which a worker that is killed would leave there
     tqdm.set_lock(threading.RLock())
-    # Ctrl-C goes to all processes of a terminal, and SIGTERM often to all of a job. The parent
-    # ends its children.
+    # Ctrl-C goes to all processes of a terminal, and the parent ends its children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=end_with, args=(study,), daemon=True).start()
 
-    def follow_parent() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
 
-    threading.Thread(target=follow_parent, daemon=True).start()
+def end_with(study: int) -> None:
+    """Ends this process when the process `study` has ended.
+
+    It looks, because a pipe to that process would also stay open while a fork of it lives on.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(study)
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(PAUSE)
+    os._exit(1)

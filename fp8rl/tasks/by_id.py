@@ -9,10 +9,8 @@ from types import ModuleType
 
 from ..distribution import Categorical
 from ..env import TensorEnv
-from .acrobot import Acrobot
-from .cartpole import CartPole
+from .classic_control import Acrobot, CartPole, Pendulum
 from .lqr import Lqr
-from .pendulum import Pendulum
 
 # Tasks of this package, by the names that they have in Gymnasium.
 TASKS = {
@@ -34,24 +32,16 @@ def import_module_of(env_id: str) -> ModuleType | None:
 
     Raises ValueError if the module is missing or raises while it is imported.
     """
-    module, name = split_id(env_id)
+    module, _ = split_id(env_id)
     if not module:
         return None
     try:
         return importlib.import_module(module)
     except Exception as error:  # whatever the module's own code raises
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        missing = getattr(error, "name", None)
-        remedy = f"fix {module}"
-        if module.endswith(".py") or "/" in module:
-            as_module = module.removesuffix(".py").removeprefix("./").replace("/", ".")
-            remedy = f"name a module, not a file, as in {as_module}:{name}"
-        elif isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{missing}."):
-            remedy = f"start in the folder that {missing} is in, or install it"
-        elif isinstance(error, ModuleNotFoundError):
-            remedy = f"install {missing}, or fix {module}"
         raise ValueError(
-            f"env_id is {env_id!r}, whose module cannot be imported ({reason}): {remedy}"
+            f"env_id is {env_id!r}, whose module cannot be imported ({reason}): "
+            "name a module, not a file, that is in this folder or installed"
         ) from error
 
 

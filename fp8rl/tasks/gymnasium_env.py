@@ -21,7 +21,6 @@ import torch
 from gymnasium.spaces import Box
 
 from ..distribution import Categorical, Gaussian
-from ..env import TensorEnv
 from ..state import TensorState
 from .by_id import import_module_of, split_id, task_of
 
@@ -141,17 +140,11 @@ def gymnasium_id(env_id: str) -> str:
     named = getattr(imported, name, None) if imported else None
     if named is None or name in gymnasium.registry:
         return name
-    is_class = isinstance(named, type)
-    if is_class and issubclass(named, TensorEnv):
+    if not (isinstance(named, type) and issubclass(named, gymnasium.Env)):
         raise ValueError(
-            f"env_id is {env_id!r}, a TensorEnv, which Gymnasium cannot make: "
-            "leave out vectorization and film"
-        )
-    if not (is_class and issubclass(named, gymnasium.Env)):
-        what = f"the class {name}" if is_class else f"a {type(named).__name__}"
-        raise ValueError(
-            f"env_id is {env_id!r}, which is {what}: name a subclass of gymnasium.Env, a subclass "
-            f"of fp8rl.env.TensorEnv, or an id that {module} registers, as in {module}:MyEnv-v0"
+            f"env_id is {env_id!r}, which Gymnasium cannot make: name a subclass of gymnasium.Env, "
+            f"or an id that {module} registers, as in {module}:MyEnv-v0; for a TensorEnv, leave "
+            "out vectorization and film"
         )
     entry_points = (named, env_id, f"{named.__module__}:{named.__qualname__}")
     ids = [
@@ -180,26 +173,14 @@ def gymnasium_id(env_id: str) -> str:
 
 def why_not_made(env_id: str, error: Exception) -> str:
     """Why Gymnasium cannot make an environment, and what to do about it, in one line."""
-    module, name = split_id(env_id)
-    if isinstance(error, ImportError):
-        return f"which Gymnasium cannot make ({one_line(error)}): install what is missing"
-    if not isinstance(error, gymnasium.error.Error):
-        cause = error
-        if isinstance(error, TypeError) and error.__cause__:
-            cause = error.__cause__  # without what Gymnasium appends to a TypeError
-        what = f"{type(cause).__name__}: {one_line(cause)}{where_raised(cause)}"
-        remedy = "fix its class"
-        if isinstance(cause, TypeError):
-            remedy = "give the arguments of its __init__ defaults, or name an id with kwargs"
-        return f"which raises when it is made ({what}): {remedy}"
-    if module == "__main__":
-        remedy = "define it first, or in a file, because another process has another __main__"
-    elif module:
-        remedy = f"register it in {module}, or name a class of it, as in {module}:MyEnv"
-    else:
-        example = name.replace(".", ":") if "." in name else "my_module:MyEnv-v0"
-        remedy = f"register it first, or name the module that does, as in {example}"
-    return f"which Gymnasium cannot make ({one_line(error).rstrip('.')}): {remedy}"
+    if isinstance(error, gymnasium.error.Error):
+        return (
+            f"which Gymnasium cannot make ({one_line(error).rstrip('.')}): register it first, "
+            "or name the module that does, as in my_module:MyEnv-v0 or my_module:MyEnv"
+        )
+    what = f"{type(error).__name__}: {one_line(error)}{where_raised(error)}"
+    remedy = "fix its class, whose __init__ must not need arguments"
+    return f"which raises when it is made ({what}): {remedy}"
 
 
 def interface_of(env_id: str) -> Interface:
@@ -223,10 +204,10 @@ def interface_of(env_id: str) -> Interface:
         observations = gymnasium.spaces.flatten_space(observations)
     is_box = isinstance(observations, Box)
     if not is_box or len(observations.shape) != 1 or not observations.shape[0]:
-        wrapper = "FlattenObservation" if is_box else "TransformObservation"
         raise ValueError(
             f"env_id is {env_id!r}, whose observations are {one_line(observations)}, not a flat "
-            f"Box of features: register it wrapped in gymnasium.wrappers.{wrapper}"
+            "Box of features: register it wrapped in FlattenObservation or TransformObservation "
+            "of gymnasium.wrappers"
         )
     low = tuple(observations.low.astype(float).tolist())
     high = tuple(observations.high.astype(float).tolist())
@@ -238,10 +219,10 @@ def interface_of(env_id: str) -> Interface:
     obs_type = torch.float32 if is_held else torch.float64
     known = Interface((low, high), *actions_of(env_id, env.action_space), limit, obs_type)
     if env.spec.max_episode_steps is None:
-        kind = "registered" if env_id.endswith(name) else "a class"
-        what = f"{kind} without a time limit, so an evaluation takes up to {limit:,} steps"
         warnings.warn(
-            f"env_id is {env_id!r}, {what}: register it with max_episode_steps", stacklevel=2
+            f"env_id is {env_id!r}, without a time limit, so an evaluation takes up to {limit:,} "
+            "steps: register it with max_episode_steps",
+            stacklevel=2,
         )
     KNOWN[name] = gymnasium.registry.get(name), known
     return known
@@ -275,23 +256,18 @@ def require_renderable(env_id: str) -> float:
     and rendered to find out, because the package that draws it may be missing.
     """
     name = gymnasium_id(env_id)
-    reason = None
     try:
-        with contextlib.closing(gymnasium.make(name)) as env:
-            if "rgb_array" not in env.metadata.get("render_modes", ()):
-                reason = "its render_modes have no rgb_array"
-        if reason is None:
-            with contextlib.closing(gymnasium.make(name, render_mode="rgb_array")) as env:
-                env.reset(seed=0)
-                frame = np.asarray(env.render())
-            if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
-                reason = f"its picture is {frame.dtype}{list(frame.shape)}"
-    except Exception as error:
+        env = gymnasium.make(name, render_mode="rgb_array")
+        with contextlib.closing(env):
+            env.reset(seed=0)
+            frame = np.asarray(env.render())
+        if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
+            raise ValueError(f"its picture is {frame.dtype}{list(frame.shape)}")
+    except Exception as error:  # whatever the environment's own code raises
         reason = one_line(error) or type(error).__name__
-    if reason is not None:
         raise ValueError(
             f"env_id is {env_id!r}, which cannot be rendered ({reason}): leave out film"
-        )
+        ) from error
     return env.metadata.get("render_fps") or 25
 
 
