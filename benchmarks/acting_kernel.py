@@ -1,5 +1,5 @@
-"""What does the kernel that acts bring? machine/acting_kernel.py computes all steps of a rollout in one
-kernel; without it each operation of each step is a launch, in a CUDA graph as well.
+"""What does the kernel that acts bring? machine/gpu/acting_kernel.py computes all steps of a rollout in
+one kernel; without it each operation of each step is a launch, in a CUDA graph as well.
 
 Training steps per second of the default config on a GPU, as CUDA graphs, with the kernel and with
 `rollout.unroll` in its place, for a single run and for populations. Rounds alternate; medians. Needs

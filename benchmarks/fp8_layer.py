@@ -2,7 +2,7 @@
 bf16 and fp8.
 
 FP8 here quantizes dynamically, so its time includes finding maxima, casting and changing layouts:
-two readings of each tensor by a kernel where Triton is installed (machine/triton_quantize.py),
+two readings of each tensor by a kernel where Triton is installed (machine/gpu/triton_quantize.py),
 otherwise several passes. That overhead grows with the bytes, the matmul with the bytes times the
 width. The width at which they balance is measured per batch size, and only on hardware with FP8
 tensor cores: elsewhere the float8 numbers are multiplied in float32 and a time would be
@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from fp8rl.cli.throughput import commit, seconds_of
-from fp8rl.machine.cuda_graphs import Graphed
-from fp8rl.machine.hardware import arithmetic, load_kernels
+from fp8rl.machine.gpu.cuda_graphs import Graphed
+from fp8rl.machine.gpu.install import quantize_by_kernel
+from fp8rl.machine.hardware import arithmetic
 from fp8rl.precision import Precision
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")
@@ -40,6 +41,7 @@ def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") ->
     def step_of(name):
         precision = Precision(name, device)
         layer = precision.prepare(nn.Sequential(nn.Linear(width, width)))
+        quantize_by_kernel(layer)
 
         def step():
             layer.zero_grad()
@@ -98,7 +100,6 @@ def main(out: Path, widths=WIDTHS, batches=BATCHES) -> None:
             "and there is none here"
         )
         return
-    load_kernels("cuda")
     name = torch.cuda.get_device_name()
     path = out / f"fp8_layer_{name.replace(' ', '_')}.json"
     part = path.with_suffix(".part")

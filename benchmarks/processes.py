@@ -1,23 +1,19 @@
-"""What more processes bring to one run on this machine's CPU, and one process from the forward
-passes that acted.
+"""What more processes bring to one run on this machine's CPU.
 
 Two ways to use a second core, each against one: two ranks that share environments and learning
-(processes.py), and Gymnasium environments in processes of their own. And with many environments, a
-learner that goes on from the forward passes that acted (`Plan` in machine/plan.py). Rounds
-alternate between what is compared; every rate is a median over them. One torch thread in each
-process. What other programs took of the processor meanwhile is written down too: it weighs on two
-processes more than on one.
+(processes.py), and Gymnasium environments in processes of their own. Rounds alternate between what
+is compared; every rate is a median over them. One torch thread in each process. What other programs
+took of the processor meanwhile is written down too: it weighs on two processes more than on one.
 
 Ranks train at the config's defaults, but for the number of environments N, rollouts of 32 steps,
-two replayed batches as large as a rollout and a ring of 100 N transitions; the learner of the third
-table but for N and the ring. The first fifth of a run's iterations is left out, evaluations too.
+two replayed batches as large as a rollout and a ring of 100 N transitions. The first fifth of a
+run's iterations is left out, evaluations too.
 
     python benchmarks/processes.py benchmarks/results/processes.md
 """
 
 import functools
 import itertools
-import math
 import multiprocessing
 import os
 import socket
@@ -25,7 +21,6 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import gymnasium
 import psutil
@@ -38,7 +33,7 @@ from fp8rl.cli import throughput
 from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
 from fp8rl.history import History
-from fp8rl.machine import plan, processes
+from fp8rl.machine import processes
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.rollout import Collector
@@ -46,8 +41,7 @@ from fp8rl.tasks.gymnasium_env import VECTORIZATIONS, GymEnv
 from fp8rl.train import train
 
 SIZES = {16: 150, 256: 60, 2048: 15}  # environments: iterations that are timed
-FORWARD = {256: 25, 512: 20, 1024: 12, 4096: 6}
-ROUNDS, FEWER = 5, 3
+ROUNDS = 5
 PAUSE, WORK = 1e-3, 50_000  # seconds, and numbers whose sum takes Python about so long
 
 
@@ -157,32 +151,6 @@ def training_table() -> str:
     return table_of(("environments", "one process", "two ranks", "ratio"), rows)
 
 
-def reusing_table() -> str:
-    """Training with forward passes repeated and reused, whatever the plan says."""
-    rows = []
-    for (n, iterations), precision in itertools.product(FORWARD.items(), ("fp32", "bf16")):
-        shape = {
-            "num_envs": n,
-            "capacity": max(Config.capacity, 130 * n),
-            "steps": 128 * n * iterations,
-        }
-        config = Config(precision, eval_every=0, eval_episodes=1, **shape)
-
-        def trained(_, large: float, config=config) -> float:
-            with mock.patch.object(plan, "LARGE", large):
-                return rate(train(build(config), progress=False).history)
-
-        runs = {large: functools.partial(trained, large=large) for large in (math.inf, 0)}
-        repeated, reused = alternating(runs, FEWER).values()
-        numbers = [f"{repeated:,.0f}", f"{reused:,.0f}", f"{reused / repeated:.2f}"]
-        default = "reused" if plan.plan_run(config).reuses_forward else "repeated"
-        rows.append([f"{n:,}", precision, *numbers, default])
-        print(*rows[-1], flush=True)
-    return table_of(
-        ("environments", "precision", "repeated", "reused", "ratio", "by default"), rows
-    )
-
-
 def collecting_table() -> str:
     """Rates of collecting alone in Gymnasium environments."""
     for name, env in {"Busy": Busy, "Waiting": Waiting}.items():
@@ -219,18 +187,13 @@ def main(out: Path) -> None:
     parts = [
         "Training, steps per second:",
         training_table(),
-        "Training in one process, steps per second, by how the learner gets its forward passes:",
-        reusing_table(),
         "Collecting alone, steps per second, and how many times sync's:",
         collecting,
         f"A step of BusyCartPole sums {WORK:,} numbers more, "
         f"one of WaitingCartPole sleeps {PAUSE * 1e3:g} ms more.",
     ]
     others = (others_seconds() - before) / (time.perf_counter() - began)
-    about = (
-        f"Medians of {ROUNDS} alternating rounds, of {FEWER} for forward passes; "
-        f"one torch thread each; other programs kept {max(0, others):.2f} cores busy meanwhile."
-    )
+    about = f"Medians of {ROUNDS} alternating rounds; one torch thread each; other programs kept {max(0, others):.2f} cores busy meanwhile."
     parts.append(f"{about} `python benchmarks/processes.py {out}` on {origin()}.")
     out.write_text("\n\n".join(parts) + "\n")
 

@@ -22,7 +22,7 @@ from files import table_of
 from fp8rl.build import Machine, build, build_population
 from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
-from fp8rl.machine.cuda_graphs import WARMUP
+from fp8rl.machine.gpu.cuda_graphs import WARMUP
 from fp8rl.precision import available_precisions
 from fp8rl.train import Run, iterate
 

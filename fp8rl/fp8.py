@@ -38,7 +38,7 @@ own in the output and the input gradient, as in torch._scaled_mm and in torchao.
 contracts rows, and a scale cannot change along a sum, so there x and g have one scale each.
 
 In plain PyTorch, quantizing takes several passes over a tensor, and a copy in the other layout
-takes one more. A kernel (kernels.py) reads the tensor twice and writes both layouts.
+takes one more. On a GPU a kernel (machine/gpu/triton_quantize.py) takes the place of `in_layouts`.
 `torch.compile` fuses the plain form into few passes, in a Float8Linear too; on a CPU the results
 have the same bits. FP8 pays off only in wide layers on hardware that multiplies float8, as
 benchmarks/fp8_layer.py measures."""
@@ -53,7 +53,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from . import kernels
 from .bits.formats import E4M3, E5M2, power_of_two_scale
 
 LARGEST_FLOAT8 = {E4M3: 448.0, E5M2: 57344.0}
@@ -172,21 +171,16 @@ def in_layouts(
     """Quantizes a matrix [M, N] for the two products that it takes part in.
 
     Returns the quantized matrix twice: row-major, with these `scales`, and to be multiplied in
-    column-major layout (by its method `column_major`), always with one scale. A kernel makes both
-    at once, and returns None in place of one that is not wanted. Without a kernel both may be the
-    same row-major matrix, of which `column_major` makes a copy when it is called.
+    column-major layout (by its method `column_major`), always with one scale. Both may be the same
+    row-major matrix, of which `column_major` makes a copy when it is called. One that is not wanted
+    may be None.
     """
     if scales == "row":
         by_row = quantize(x, dtype, scales) if row_major else None
         by_column = in_layouts(x, dtype, row_major=False)[1] if column_major else None
         return by_row, by_column
-    kernel = None
-    if not torch.compiler.is_compiling():
-        kernel = kernels.kernel("quantize", x.device)
-    if kernel is None or x.dtype not in INPUT_TYPES or not x.numel():
-        quantized = quantize(x, dtype)
-        return quantized, quantized
-    return kernel(x, dtype, row_major, column_major)
+    quantized = quantize(x, dtype)
+    return quantized, quantized
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -364,7 +358,7 @@ class _Float8Gradients(_Refusing):
     def forward(
         grad, weight, layer, input_dtype, needs_x, needs_weight, x_data, x_scale, w_data, w_scale
     ):
-        g8, g8_columns = in_layouts(
+        g8, g8_columns = layer.in_layouts(
             grad,
             layer.backward_type,
             row_major=needs_x,
@@ -415,6 +409,7 @@ class Float8Linear(nn.Linear):
     backward_type = E5M2  # float8 type of gradients
     scales: str = "tensor"  # or "row", in the output and the input gradient
     emulate: bool | None = None  # as in scaled_matmul
+    in_layouts = staticmethod(in_layouts)  # or a kernel in its place
 
     def forward(self, x: torch.Tensor, w8: Quantized | None = None) -> torch.Tensor:
         """The layer's output. `w8` is the quantized weight, if the caller has it already."""
@@ -444,11 +439,13 @@ class Float8Linear(nn.Linear):
         """
         needs_x = x.requires_grad and torch.is_grad_enabled()
         needs_weight = weight.requires_grad and torch.is_grad_enabled()
-        x8, x8_columns = in_layouts(
+        x8, x8_columns = self.in_layouts(
             x.detach(), self.forward_type, column_major=needs_weight, scales=self.scales
         )
         if w8 is None:
-            w8, w8_columns = in_layouts(weight.detach(), self.forward_type, column_major=needs_x)
+            w8, w8_columns = self.in_layouts(
+                weight.detach(), self.forward_type, column_major=needs_x
+            )
         else:
             w8_columns = w8
         nothing = None, None  # in place of data and scale that no gradient needs
@@ -461,7 +458,7 @@ class Float8Linear(nn.Linear):
 
         It is right for as long as the weight does not change. Hooks are not called.
         """
-        w8, _ = in_layouts(self.weight.detach(), self.forward_type, column_major=False)
+        w8, _ = self.in_layouts(self.weight.detach(), self.forward_type, column_major=False)
         return functools.partial(self.forward, w8=w8)
 
 

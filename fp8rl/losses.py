@@ -125,9 +125,18 @@ class LossCoefficients(NamedTuple):
 
 
 def vtrace(
-    values, rewards, discounts, log_ratios, valid, lam=1.0, *, ended=None, final_values=None
+    values,
+    rewards,
+    discounts,
+    log_ratios,
+    valid,
+    lam=1.0,
+    *,
+    ended=None,
+    final_values=None,
+    recurrence: Callable = recurrence_fast,
 ) -> Targets:
-    """V-trace targets and advantages of a batch of trajectories, written like the equations above.
+    """V-trace targets and advantages of a batch of trajectories, by the equations above.
 
     values        float32 [T+1, B], the critic's values of obs rows 0 to T
     rewards       float32 [T, B]
@@ -140,13 +149,14 @@ def vtrace(
     ended         bool [T, B], the rows that ended an episode, for the SAME_STEP layout alone
     final_values  float32 [T, B], the values of the final observations in these rows; in other rows
                   they are ignored
+    recurrence    computes the recursion over rows: a form of recurrence.py, or a kernel
 
     The row after an end is expected to hold the final observation. That is the layout of this
     package and of Gymnasium's NEXT_STEP. In the SAME_STEP layout, which many simulators of robots
     have, it holds the first observation of the next episode. For such data, pass `ended` and
     `final_values`. The rows that ended an episode then bootstrap from `final_values`, and the trace
-    is cut there. Only this function and `vtrace_fast` take that layout; `actor_critic_loss`
-    does not, and the ring refuses it. Raises ValueError if only one of the two is given.
+    is cut there. Only this function takes that layout; `actor_critic_loss` does not, and the ring
+    refuses it. Raises ValueError if only one of the two is given.
 
         >>> import torch
         >>> ones = torch.ones(3, 4)
@@ -155,31 +165,9 @@ def vtrace(
         tensor([2.7100, 1.9000, 1.0000])
     """
     next_value = _next_values(values, ended, final_values)
-    rho = torch.where(valid, log_ratios, 0).exp()
-    advantage = torch.zeros_like(rewards)
-    next_advantage = torch.zeros_like(rewards[0])  # vs_{t+1} - V(x_{t+1})
-    for t in reversed(range(len(rewards))):
-        # `where` instead of a product with 0, because the row after a termination may have no
-        # meaning: its value may be NaN, and 0 * NaN is NaN.
-        bootstrap = torch.where(discounts[t] != 0, discounts[t] * next_value[t], 0)
-        weight = rho[t].clamp(max=1) * valid[t]
-        delta = weight * (rewards[t] + bootstrap - values[t])
-        delta = torch.where(valid[t], delta, 0)
-        trace = discounts[t] * lam * weight
-        if ended is not None:
-            trace = torch.where(ended[t], 0, trace)
-        advantage[t] = delta + trace * next_advantage
-        next_advantage = advantage[t]
-    return Targets(values[:-1] + advantage, advantage, rho)
-
-
-def vtrace_fast(
-    values, rewards, discounts, log_ratios, valid, lam=1.0, *, ended=None, final_values=None
-) -> Targets:
-    """A faster `vtrace`: what does not depend on the next row is computed for all rows at once, and
-    the recursion over rows is that of recurrence.py."""
-    next_value = _next_values(values, ended, final_values)
     dummy = ~valid
+    # Filled with 0 instead of a product with 0, because the row after a termination may have no
+    # meaning: its value may be NaN, and 0 * NaN is NaN.
     bootstrap = (discounts * next_value).masked_fill_(discounts == _ZERO, 0)
     rho = torch.where(valid, log_ratios, 0).exp()
     weight = rho.clamp(max=1)
@@ -187,7 +175,8 @@ def vtrace_fast(
     trace = (discounts * lam * weight).masked_fill_(dummy, 0)
     if ended is not None:
         trace = torch.where(ended, 0, trace)
-    advantage = recurrence_fast(delta, trace, reverse=True)
+    # advantage[t] = delta[t] + trace[t] * advantage[t + 1]
+    advantage = recurrence(delta, trace, reverse=True)
     return Targets(values[:-1] + advantage, advantage, rho)
 
 
@@ -270,7 +259,7 @@ def actor_critic_loss(
     rollout: Rollout,
     coefficients,
     all_reduce=no_all_reduce,
-    compute_targets=vtrace_fast,
+    compute_targets=vtrace,
 ) -> tuple[torch.Tensor, Measured]:
     """The loss of the shared network on a rollout:
 
@@ -291,7 +280,7 @@ def actor_critic_loss(
     `coefficients`     LossCoefficients, or a settled Config
     `all_reduce`       sums tensors over the processes that hold other parts of the batch; the
                        losses and entropies of the parts add up to those of the whole batch
-    `compute_targets`  `vtrace_fast`, or a function with the same arguments
+    `compute_targets`  `vtrace`, or a function with the same arguments
 
     Returns the loss (float32 scalar), and what it has measured, for `statistics_of`. Dimensions
     between time and batch stay, and the results have them.
@@ -328,7 +317,7 @@ def loss_gradients(
     rollout: Rollout,
     coefficients,
     all_reduce=no_all_reduce,
-    compute_targets=vtrace_fast,
+    compute_targets=vtrace,
 ) -> tuple[torch.Tensor, torch.Tensor, Measured]:
     """The gradients of `actor_critic_loss`, by hand, with the same arguments.
 

@@ -56,7 +56,7 @@ def settings_of_process() -> dict:
     import torch
     from torch.optim import optimizer
 
-    from fp8rl import kernels, precision
+    from fp8rl import precision
 
     matmuls = [precision.ALL_BACKENDS, *precision.MATMUL_SWITCH.values()]
     signals = signal.valid_signals() - {signal.SIGCHLD}  # torch's data loader takes it for good
@@ -68,7 +68,6 @@ def settings_of_process() -> dict:
         "autocast": [torch.is_autocast_enabled(device) for device in precision.MATMUL_SWITCH],
         "matmuls": [precision.get_switch(*matmul) for matmul in matmuls],
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "kernels": (kernels.DEVICE, {**kernels.KERNELS}),
         "hooks before steps": [*optimizer._global_optimizer_pre_hooks.values()],
         "hooks after steps": [*optimizer._global_optimizer_post_hooks.values()],
         "garbage collection": gc.isenabled(),

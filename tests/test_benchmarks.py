@@ -431,7 +431,6 @@ def layer_without_cuda(module, monkeypatch) -> None:
     without_cuda(module, monkeypatch)
     called_once(module, monkeypatch)
     monkeypatch.setattr(module, "arithmetic", lambda device: "hardware")
-    monkeypatch.setattr(module, "load_kernels", lambda device: None)
     precision = lambda name, device: Precision(name.replace("tf", "fp"), device)  # noqa: E731
     monkeypatch.setattr(module, "Precision", precision)
     steps = functools.partial(module.layer_steps, device="cpu")
@@ -711,10 +710,10 @@ RUNS = {
         "widths",
     ),
     "processes": Run(
-        {"processes.md": {"two ranks", "reused", "by default", "async"}},
+        {"processes.md": {"two ranks", "async"}},
         {
             "Config": config_class(eval_episodes=1, batch_size=128, replay_updates=1),
-            **{"SIZES": {4: 4}, "FORWARD": {4: 2}, "ROUNDS": 1, "FEWER": 1, "WORK": 10},
+            **{"SIZES": {4: 4}, "ROUNDS": 1, "WORK": 10},
             # The processes of async are Gymnasium's
             "VECTORIZATIONS": ("sync",),
         },

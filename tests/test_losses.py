@@ -16,7 +16,6 @@ from fp8rl.losses import (
     loss_gradients,
     statistics_of,
     vtrace,
-    vtrace_fast,
 )
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 
@@ -325,18 +324,3 @@ def test_both_layouts_of_the_same_episodes_have_the_same_targets(seed, length, l
     plain = (values, rollout.reward, discounts, log_ratios, rollout.valid)
     refused("final_values is None", vtrace, *plain, ended=ended)
     refused("ended is None", vtrace, *plain, final_values=final_values)
-
-
-@given(seed=st.integers(0, 1000), length=st.integers(1, 12), same_step=st.booleans())
-def test_the_fast_form_of_vtrace_is_the_plain_one(seed, length, same_step):
-    values, log_ratios, rollout = random_rollout(seed, length)
-    rewards = torch.where(rollout.valid, rollout.reward, torch.nan)  # dummy rows may be anything
-    discounts = discounts_of(rollout.flags, 0.9)
-    options = {}
-    if same_step:
-        options = {"ended": rollout.ended, "final_values": values[1:] + 1}
-    arguments = (values, rewards, discounts, log_ratios, rollout.valid, 0.95)
-    for plain, fast in zip(
-        vtrace(*arguments, **options), vtrace_fast(*arguments, **options), strict=True
-    ):
-        torch.testing.assert_close(fast, plain, rtol=1e-12, atol=1e-12)  # in float64

@@ -17,9 +17,9 @@ from fp8rl.bits.low_bit_adam import LowBitAdam, seeded_noise
 from fp8rl.bits.packed_tensors import pack, unpack
 from fp8rl.bits.packed_weights import PackedParameter
 from fp8rl.bits.places import PlaceFormat
+from fp8rl.machine.adam import ADAM_EPS
 from fp8rl.population.optimizer import Adam
 from fp8rl.rng import rounding_noise
-from fp8rl.train import ADAM_EPS
 
 EIGHT = {"weights": "e4m3:stochastic", "m": "e4m3", "root": "e4m3"}
 WAYS = [

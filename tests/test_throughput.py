@@ -31,18 +31,11 @@ def test_the_loop_is_measured_against_its_matmuls(monkeypatch):
 
 
 def test_the_floor_multiplies_what_the_loop_must():
-    for reused, agents, size, layers in (
-        (True, None, 16, 2),
-        (False, 3, 16, 1),
-        (False, None, 32, 3),
-        (False, 3, 64, 2),
-    ):
+    for agents, size, layers in ((3, 16, 1), (None, 32, 3), (3, 64, 2)):
         forward = 2 * 16 * (2 * size + (layers - 1) * size**2 + size * 3)
         backward = 2 * forward - 2 * 16 * 2 * size  # no gradient is wanted of the observations
         loop = throughput.Loop(16, 4, "fp32", hidden_size=(size,), layers=layers)
-        floor = throughput.floor_of(loop.config(), Machine(), reused, agents)
+        floor = throughput.floor_of(loop.config(), Machine(), agents)
         with FlopCounterMode(display=False) as counted:
             floor()
-        assert counted.get_total_flops() == (agents or 1) * (
-            (5 if reused else 9) * forward + 4 * backward
-        )
+        assert counted.get_total_flops() == (agents or 1) * (9 * forward + 4 * backward)

@@ -21,9 +21,8 @@ import torch
 from ..build import HERE, Machine, build, build_population
 from ..config import Config
 from ..machine import processes
-from ..machine.cuda_graphs import WARMUP, Graphed, has_graphs
+from ..machine.gpu.cuda_graphs import WARMUP, Graphed, has_graphs
 from ..machine.hardware import hardware, is_emulated
-from ..machine.plan import plan_run
 from ..precision import PRECISIONS, Precision, available_precisions
 from ..train import iterate
 
@@ -143,14 +142,12 @@ def bench_loop(
 
         train_steps_per_second        environment steps that are learned from, per second
         agents                        number of agents, for a population
-        num_envs, rollout_length, precision, hidden_size, layers, reuse_forward
+        num_envs, rollout_length, precision, hidden_size, layers
                                       settings of the loop
         floor_share                   the floor's time as a fraction of an iteration's time
     """
-    # Planned before the run takes memory.
     _, ranks = processes.rank_and_size()
-    reuses_forward = agents is None and plan_run(config, machine, ranks).reuses_forward
-    floor = floor_of(config, machine, reuses_forward, agents)
+    floor = floor_of(config, machine, agents)
     if agents is None:
         run = build(config, machine)
     else:
@@ -182,20 +179,16 @@ def bench_loop(
         result["agents"] = agents
     for name in ("num_envs", "rollout_length", "precision", "hidden_size", "layers"):
         result[name] = getattr(config, name)
-    result["reuse_forward"] = reuses_forward
     result["floor_share"] = statistics.median(floor_shares)
     return result
 
 
-def floor_of(
-    config: Config, machine: Machine, reuses_forward: bool, agents: int | None = None
-) -> Callable[[], None]:
+def floor_of(config: Config, machine: Machine, agents: int | None = None) -> Callable[[], None]:
     """A function that does only the multiplications of an iteration, on the built-in cart.
 
     They are those of this process's environments or, for a population, those of all agents in
     float32. An iteration has T forward passes to act, and one forward and one backward pass over
-    all rows at once. With `reuses_forward`, it has T + 1 forward passes to act, and the
-    backward pass goes one time step at a time. On CUDA with `graph`, the function is a graph, too.
+    all rows at once. On CUDA with `graph`, the function is a graph, too.
     """
     device = machine.device
     _, ranks = processes.rank_and_size()
@@ -219,10 +212,7 @@ def floor_of(
         return [fastest_product(*shape, dtype, device, agents) for shape in shapes]
 
     acting = products(forward(envs), config.acting_precision)
-    if reuses_forward:
-        learning = acting + products(backward(envs)) * length
-    else:
-        learning = products(forward((length + 1) * envs) + backward(length * envs))
+    learning = products(forward((length + 1) * envs) + backward(length * envs))
     all_products = acting * length + learning
 
     def multiply():
