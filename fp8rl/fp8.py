@@ -295,29 +295,9 @@ def has_kernel(device: torch.device | str) -> bool:
 NO_SECOND_DERIVATIVE = (
     "Float8Linear has no second derivative: leave layers that need one in float32"
 )
-NO_VMAP = (
-    "Float8Linear cannot be in torch.func.vmap: give it the whole batch [..., I] instead, "
-    "or leave the layer in float32"
-)
-NO_FORWARD_MODE = (
-    "Float8Linear has no forward-mode derivative: use reverse mode (backward, "
-    "torch.func.grad), or leave it in float32"
-)
 
 
-class _Refusing(torch.autograd.Function):
-    """A function that reports in one line that FP8 has no vmap and no forward-mode derivative."""
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        raise RuntimeError(NO_VMAP)
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        raise RuntimeError(NO_FORWARD_MODE)
-
-
-class _Float8Matmuls(_Refusing):
+class _Float8Matmuls(torch.autograd.Function):
     """The three matmuls in the module's docstring.
 
     `x` and `weight` are arguments only so that they get gradients. The forward pass multiplies the
@@ -348,7 +328,7 @@ class _Float8Matmuls(_Refusing):
         return grad_x, grad_w, *[None] * 9
 
 
-class _Float8Gradients(_Refusing):
+class _Float8Gradients(torch.autograd.Function):
     """The backward pass of _Float8Matmuls. It has no derivative of its own.
 
     `weight` is an argument only so that a second derivative reaches this function, which raises.
