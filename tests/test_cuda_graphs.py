@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp8rl import build as machine_module
-from fp8rl import fp8, model, rng
+from fp8rl import model, rng
 from fp8rl.build import HERE, Machine, build, build_population
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
@@ -45,9 +45,7 @@ ON_CUDA = pytest.mark.parametrize(
 
 @pytest.fixture
 def graphed(monkeypatch):
-    """Runs make graphs on the CPU, too, of a given kind, with an Adam that a CPU has, and quantize
-    as on a GPU."""
-    monkeypatch.setattr(fp8, "is_plain_cpu_matrix", lambda x: False)
+    """Runs make graphs on the CPU, too, of a given kind, with an Adam that a CPU has."""
 
     def kind(graph: type) -> None:
         monkeypatch.setattr(cuda_graphs, "GRAPHED", ("cpu",))

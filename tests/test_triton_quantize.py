@@ -136,17 +136,6 @@ def noted(monkeypatch) -> list[tuple[bool, bool]]:
     return calls
 
 
-def test_with_a_scale_for_each_row_only_the_weight_is_its_work(monkeypatch):
-    layer = with_kernel(Float8Linear(32, 80))
-    layer.scales = "row"
-    x, grad = torch.randn(48, 32, device=DEVICE), torch.randn(48, 80, device=DEVICE)
-    calls = noted(monkeypatch)
-    found = results(layer, x, grad)
-    assert calls == [(True, True)]
-    del layer.in_layouts
-    assert all(map(torch.equal, found, results(layer, x, grad)))
-
-
 def test_what_it_does_not_take_goes_the_plain_way():
     layer, x, grad = (
         with_kernel(Float8Linear(32, 48)),

@@ -120,5 +120,4 @@ def rounds_by(layer: nn.Linear, rounding: Rounding) -> bool:
     """Whether a layer rounds its input and weight in the way of `rounding`."""
     if not isinstance(layer, Float8Linear):
         return rounding.weights not in (TO[E4M3], TO[E5M2])
-    one_scale = layer.scales == "tensor"
-    return one_scale and rounding.inputs is rounding.weights is TO[layer.forward_type]
+    return rounding.inputs is rounding.weights is TO[layer.forward_type]

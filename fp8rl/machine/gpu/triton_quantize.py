@@ -117,15 +117,13 @@ def in_layouts(
     dtype: torch.dtype = E4M3,
     row_major: bool = True,
     column_major: bool = True,
-    scales: str = "tensor",
 ) -> tuple[Quantized | None, Quantized | None]:
     """`fp8.in_layouts` by a kernel, where there is one for the matrix, bit for bit.
 
-    There is none for scales of rows, for an empty matrix, and within torch.compile.
+    There is none for an empty matrix, and within torch.compile.
     """
-    plain = torch.compiler.is_compiling() or scales == "row" or not x.numel()
-    if plain or x.dtype not in fp8.INPUT_TYPES:
-        return fp8.in_layouts(x, dtype, row_major, column_major, scales)
+    if torch.compiler.is_compiling() or not x.numel() or x.dtype not in fp8.INPUT_TYPES:
+        return fp8.in_layouts(x, dtype, row_major, column_major)
     return quantize(x, dtype, row_major, column_major)
 
 
