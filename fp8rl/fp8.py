@@ -48,17 +48,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.torch_version import TorchVersion
 
 from .bits.formats import E4M3, E5M2, power_of_two_scale
 
 LARGEST_FLOAT8 = {E4M3: 448.0, E5M2: 57344.0}
 INPUT_TYPES = torch.float32, torch.bfloat16  # types that can be quantized
 MULTIPLE = 16  # dimensions of matrices must be multiples of this
-CPU_HAS_KERNEL = TorchVersion(torch.__version__) >= (2, 13)
-# Up to so many numbers in both matrices, a CPU multiplies in float32, because torch's kernel for
-# float8 was slower there on an AMD EPYC. The products have the same bits.
-FEW_NUMBERS = 2**15
 
 
 class Quantized(NamedTuple):
@@ -142,9 +137,10 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
     """a @ b for float8 matrices, row-major [M, K] and column-major [K, N]: float32 [M, N].
 
     With `emulate` the product is computed in float32: products of two float8 numbers are exact, and
-    so are their sums but for float32's rounding. If `emulate` is None, torch's kernel is used where
-    there is one and where it pays. On a CPU it gives the same bits, on a GPU other sums (see
-    above). Raises ValueError for matrices that a GPU's kernel cannot multiply, on every device.
+    so are their sums but for float32's rounding. If `emulate` is None, a GPU that multiplies float8
+    does so, which gives other sums (see above). torch's kernel for a CPU, since 2.13, gives the same
+    bits in the same time as the emulation. Raises ValueError for matrices that a GPU's kernel cannot
+    multiply, on every device.
     """
     left, right = a.data.shape, b.data.shape
     if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
@@ -171,7 +167,7 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
     device = a.data.device
     # A surrounding bfloat16 autocast would round the result.
     with torch.autocast(device.type, enabled=False):
-        if emulate or (emulate is None and not kernel_pays(a.data, b.data)):
+        if emulate or (emulate is None and not has_kernel(device)):
             # The second matrix is made row-major, as in the CPU's kernel, so that both sum in the
             # same order, bit for bit.
             product = a.data.float() @ b.data.float().contiguous()
@@ -201,22 +197,10 @@ def times_scales(
     return product.mul_(rest).mul_(in_range)
 
 
-def kernel_pays(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether torch's kernel should multiply two float8 matrices: it exists, and they are not small
-    matrices on a CPU."""
-    is_small = a.device.type == "cpu" and a.numel() + b.numel() <= FEW_NUMBERS
-    return has_kernel(a.device) and not is_small
-
-
 def has_kernel(device: torch.device | str) -> bool:
-    """Whether torch has a kernel that multiplies float8 matrices to float32 on a device.
-
-    It has one on CUDA from compute capability 8.9, and on CPUs from torch 2.13.
-    """
+    """Whether a device multiplies float8 matrices: CUDA from compute capability 8.9 on."""
     device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 9)
-    return device.type == "cpu" and CPU_HAS_KERNEL
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 NO_SECOND_DERIVATIVE = (

@@ -202,16 +202,13 @@ def below(limit: int, numbers) -> torch.Tensor:
     return (numbers.long() & 0xFFFFFFFF) * limit >> 32
 
 
-def seed_of(seed: int, purpose: str, iteration: int = 0) -> int:
-    """A seed of 32 bits for another generator, such as an environment's own."""
-    return int(words(seed, purpose, iteration, 1)[0])
+def seed_of(seed, purpose: str, iteration: int = 0):
+    """A seed of 32 bits for another generator, such as an environment's own.
 
-
-def seeds_of(seed, purpose: str, iteration: int):
-    """Like `seed_of`, but `seed` may be an integer tensor [S]. The result is then int64 [S] on the
-    same device."""
+    If `seed` is an integer tensor [S], the result is int64 [S] on the same device.
+    """
     if not isinstance(seed, torch.Tensor):
-        return seed_of(seed, purpose, iteration)
+        return int(words(seed, purpose, iteration, 1)[0])
     numbers = words(seed, purpose, iteration, 1, seed.device)[:, 0]
     if isinstance(numbers, np.ndarray):
         return torch.from_numpy(numbers.astype(np.int64))

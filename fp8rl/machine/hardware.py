@@ -28,9 +28,7 @@ def arithmetic(device: torch.device | str) -> str:
     In hardware they run on FP8 tensor cores. Emulated, they run in float32 on the same float8
     numbers, and are summed more exactly (docs/precisions.md).
     """
-    return (
-        "hardware" if torch.device(device).type == "cuda" and fp8.has_kernel(device) else "emulated"
-    )
+    return "hardware" if fp8.has_kernel(device) else "emulated"
 
 
 threads_lock = threading.Lock()

@@ -307,14 +307,6 @@ class Population(Run):
         proximal_logp = torch.where(self.clips_apart, batch.proximal_logp, batch.behavior_logp)
         return rollout._replace(proximal_logp=proximal_logp.flatten(1))
 
-    def sample(self, update: int = 0) -> Rollout:
-        seeds = self.collector.seed
-        number = self.iterations_run * self.config.updates + update
-        if update >= self.config.updates:
-            seeds = rng.seeds_of(seeds, "more replay", update)
-            number = self.iterations_run
-        return self.ring.sample(self.slices, self.config.slice_length, seeds, number)
-
     def measure_once(self, rollout: Rollout) -> list[torch.Tensor]:
         """Like Run.measure_once, with [S] of each number."""
         rollout = by_agent(rollout, self.agents)
