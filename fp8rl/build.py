@@ -139,7 +139,7 @@ def low_bit_optimizer(
 ) -> LowBitAdam:
     """An optimizer that keeps weights and moments in few bits."""
     parameters = parameters_in_order(model).items()
-    noise = rng.rounding_noise(seed)
+    noise = functools.partial(rng.uniform, seed, "rounding")
     optimizer = LowBitAdam(parameters, learning_rate, eps=ADAM_EPS, noise=noise, **places)
     # The first rollout is collected by the rounded weights, as in a population. And a checkpoint
     # has all weights in the optimizer's state.

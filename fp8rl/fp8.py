@@ -138,9 +138,9 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
 
     With `emulate` the product is computed in float32: products of two float8 numbers are exact, and
     so are their sums but for float32's rounding. If `emulate` is None, a GPU that multiplies float8
-    does so, which gives other sums (see above). torch's kernel for a CPU, since 2.13, gives the same
-    bits in the same time as the emulation. Raises ValueError for matrices that a GPU's kernel cannot
-    multiply, on every device.
+    does so, which gives other sums (see above). torch's kernel for a CPU, since 2.13, gives the
+    same bits in the same time as the emulation. Raises ValueError for matrices that a GPU's kernel
+    cannot multiply, on every device.
     """
     left, right = a.data.shape, b.data.shape
     if len(left) != 2 or len(right) != 2 or left[1] != right[0]:

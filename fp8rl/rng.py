@@ -213,12 +213,3 @@ def seed_of(seed, purpose: str, iteration: int = 0):
     if isinstance(numbers, np.ndarray):
         return torch.from_numpy(numbers.astype(np.int64))
     return numbers.long() & 0xFFFFFFFF
-
-
-def rounding_noise(seed: int):
-    """A function that draws the noise of stochastic rounding, for `bits.LowBitAdam`."""
-
-    def draw(update: int, shape: tuple[int, ...], device) -> torch.Tensor:
-        return uniform(seed, "rounding", update, shape, device)
-
-    return draw
