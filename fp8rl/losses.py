@@ -125,16 +125,7 @@ class LossCoefficients(NamedTuple):
 
 
 def vtrace(
-    values,
-    rewards,
-    discounts,
-    log_ratios,
-    valid,
-    lam=1.0,
-    *,
-    ended=None,
-    final_values=None,
-    recurrence: Callable = recurrence_fast,
+    values, rewards, discounts, log_ratios, valid, lam=1.0, recurrence: Callable = recurrence_fast
 ) -> Targets:
     """V-trace targets and advantages of a batch of trajectories, by the equations above.
 
@@ -146,17 +137,10 @@ def vtrace(
     valid         bool [T, B], False on dummy rows, where rewards and log_ratios may be anything,
                   even NaN
     lam           lambda, from 0 to 1
-    ended         bool [T, B], the rows that ended an episode, for the SAME_STEP layout alone
-    final_values  float32 [T, B], the values of the final observations in these rows; in other rows
-                  they are ignored
     recurrence    computes the recursion over rows: a form of recurrence.py, or a kernel
 
-    The row after an end is expected to hold the final observation. That is the layout of this
-    package and of Gymnasium's NEXT_STEP. In the SAME_STEP layout, which many simulators of robots
-    have, it holds the first observation of the next episode. For such data, pass `ended` and
-    `final_values`. The rows that ended an episode then bootstrap from `final_values`, and the trace
-    is cut there. Only this function takes that layout; `actor_critic_loss` does not, and the ring
-    refuses it. Raises ValueError if only one of the two is given.
+    The row after an end holds the final observation, as in this package and in Gymnasium's
+    NEXT_STEP layout.
 
         >>> import torch
         >>> ones = torch.ones(3, 4)
@@ -164,30 +148,17 @@ def vtrace(
         >>> targets.value[:, 0]
         tensor([2.7100, 1.9000, 1.0000])
     """
-    next_value = _next_values(values, ended, final_values)
     dummy = ~valid
     # Filled with 0 instead of a product with 0, because the row after a termination may have no
     # meaning: its value may be NaN, and 0 * NaN is NaN.
-    bootstrap = (discounts * next_value).masked_fill_(discounts == _ZERO, 0)
+    bootstrap = (discounts * values[1:]).masked_fill_(discounts == _ZERO, 0)
     rho = torch.where(valid, log_ratios, 0).exp()
     weight = rho.clamp(max=1)
     delta = (weight * (rewards + bootstrap - values[:-1])).masked_fill_(dummy, 0)
     trace = (discounts * lam * weight).masked_fill_(dummy, 0)
-    if ended is not None:
-        trace = torch.where(ended, 0, trace)
     # advantage[t] = delta[t] + trace[t] * advantage[t + 1]
     advantage = recurrence(delta, trace, reverse=True)
     return Targets(values[:-1] + advantage, advantage, rho)
-
-
-def _next_values(values, ended, final_values) -> torch.Tensor:
-    """V(x_{t+1}) of each row, float32 [T, B]."""
-    if (ended is None) != (final_values is None):
-        missing = "ended" if ended is None else "final_values"
-        raise ValueError(f"{missing} is None: give ended and final_values together, or neither")
-    if ended is None:
-        return values[1:]
-    return torch.where(ended, final_values, values[1:])
 
 
 def discounts_of(flags: torch.Tensor, gamma, bootstrap_truncation: bool = True) -> torch.Tensor:
