@@ -10,7 +10,7 @@ variants change:
     a ring in files                  a ring of disk/mapped_ring.py
     weights in few bits              another optimizer, and a context in which the network acts
     a network written out by hand    another class of network, and the learner's `gradients`
-    kernels for a GPU                the collector's loop, and what machine/gpu/install.py lists
+    kernels for a GPU                functions that machine/gpu/install.py puts into the parts
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from .machine import processes
 from .machine.adam import ADAM_EPS, adam
 from .machine.by_hand import gradients_on
 from .machine.gpu.cuda_graphs import GraphQueue, has_graphs
-from .machine.gpu.install import acting_loop, as_population, put_kernels_into
+from .machine.gpu.install import as_population, put_kernels_into
 from .machine.machine import HERE, Machine
 from .machine.plan import plan_run
 from .model import ActorCritic, make_network, parameters_in_order
@@ -42,7 +42,7 @@ from .population.population import Agents, Population
 from .precision import Precision
 from .replay.ring import ReplayBuffer
 from .returns import RewardScale
-from .rollout import Collector, unroll
+from .rollout import Collector
 from .tasks.by_id import task_of
 from .tasks.environments import env_maker, environment_of
 from .train import Learner, Parts, Run
@@ -97,17 +97,12 @@ def build(
     else:
         optimizer = adam(model, settled.learning_rate, capturable=plan.uses_graph)
 
-    # How the policy acts.
-    loop = unroll
-    if plan.acts_by_kernel:
-        loop = acting_loop(env, actor, functools.partial(as_population, precision=acting.name))
-
     # The parts of the run.
     reward_scale = RewardScale(env.num_envs, env.device)
     coefficients = LossCoefficients.of(settled)
     parts_of_learner = (coefficients, model, learning, optimizer, reward_scale, all_reduce)
     learner = Learner(*parts_of_learner, gradients=gradients_on(learning.device))
-    collector = Collector(env, actor, acting, config.rollout_length, seed, loop, in_use)
+    collector = Collector(env, actor, acting, config.rollout_length, seed, in_use=in_use)
     # The first observations. In a resumed run, its state replaces these statistics.
     model.add_observations(env.obs, all_reduce)
     if rank == 0:
@@ -126,7 +121,8 @@ def build(
         ring = MappedRing(plan.ring_folder, *ring_settings, *ring_options)
 
     run = kind(config, Parts(collector, learner, evaluator, ring), plan.slices)
-    put_kernels_into(run)
+    one_kernel = functools.partial(as_population, precision=acting.name)
+    put_kernels_into(run, one_kernel if plan.acts_by_kernel else None)
     if state:
         restore(run, processes.part_of(state), new_episodes=plan.environment == "gymnasium")
     if plan.uses_graph:
@@ -163,10 +159,8 @@ def build_population(configs: list[Config], device="cpu", graph: bool = True) ->
     task = task_of(configs[0].env_id) or Cart
     make_env = env_maker(configs[0], environment_of(configs[0]))
     population = Population(configs, [config.settled(task) for config in configs], make_env, device)
-    collector = population.collector
-    collector.loop = acting_loop(collector.env, population.model, Agents.acting)
     population.learner.gradients = gradients_on(torch.device(device))
-    put_kernels_into(population)
+    put_kernels_into(population, Agents.acting)
     if graph and has_graphs(torch.device(device)):
         population.launch = GraphQueue(population.learner.device)
     return population

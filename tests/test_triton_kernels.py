@@ -7,17 +7,17 @@ from helpers import random_rollout, small, trained, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8rl import build as composition
 from fp8rl import rng
 from fp8rl.build import Machine, build, build_population
 from fp8rl.losses import discounts_of, no_all_reduce, vtrace
 from fp8rl.machine.gpu import install
 from fp8rl.population.population import by_agent
 from fp8rl.returns import RewardScale
-from fp8rl.rollout import TERMINATED, TRUNCATED, Rollout, unroll
+from fp8rl.rollout import TERMINATED, TRUNCATED, Rollout
 
 pytest.importorskip("triton", reason="triton is not installed")
 triton_kernels = pytest.importorskip("fp8rl.machine.gpu.triton_kernels")
+acting_kernel = pytest.importorskip("fp8rl.machine.gpu.acting_kernel")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Of the interpreter's NumPy
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")]
@@ -147,7 +147,7 @@ def test_a_run_and_a_population_learn_with_them(monkeypatch, agents):
     runs = []
     for run_here in (False, True):
         monkeypatch.setattr(install, "kernels_run", lambda device, here=run_here: here)
-        monkeypatch.setattr(composition, "acting_loop", lambda *_: unroll)
+        monkeypatch.setattr(acting_kernel, "kernel_loop", lambda *_: None)
         if agents > 1:
             run = build_population(configs, DEVICE)
             parts = (run.learner.optimizer, run.learner.compute_targets)

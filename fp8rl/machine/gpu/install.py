@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from ...env import TensorEnv
 from ...fp8 import E4M3, E5M2, Float8Linear
 from ...losses import vtrace
 from ...rollout import unroll
@@ -43,8 +42,13 @@ def kernels_run(device: torch.device | str) -> bool:
     return try_kernels(device)
 
 
-def put_kernels_into(run: Run) -> None:
-    """Puts kernels into the parts of a run or population that are on devices on which they run."""
+def put_kernels_into(run: Run, acting: Callable | None) -> None:
+    """Puts kernels into the parts of a run or population that are on devices on which they run.
+
+    All steps of a rollout are one kernel, if there is one for the task and the network. `acting` is
+    a function that makes the policies of a population from the network that acts: `Agents.acting`,
+    or `as_population` for a single run. None leaves the steps as they are.
+    """
     for model in (run.model, run.collector.model, getattr(run.evaluator, "model", None)):
         if model is not None:
             quantize_by_kernel(model)
@@ -59,6 +63,10 @@ def put_kernels_into(run: Run) -> None:
         env.words = words
         run.collector.words = words
         learner.reward_scale.recurrence = recurrence
+        if acting:
+            from .acting_kernel import kernel_loop
+
+            run.collector.loop = kernel_loop(env, run.collector.model, acting) or unroll
     if kernels_run(ring.device):
         ring.words = words
     if kernels_run(learner.device):
@@ -78,20 +86,6 @@ def quantize_by_kernel(model: nn.Module) -> None:
             from .triton_quantize import in_layouts
 
             layer.in_layouts = in_layouts
-
-
-def acting_loop(env: TensorEnv, model: nn.Module, acting: Callable) -> Callable:
-    """The fastest `loop` for a collector.
-
-    It is one kernel for all steps, if Triton's kernels run here and there is a kernel for the task
-    and the network. Otherwise it is `unroll`. `acting` is a function that makes the policies of a
-    population from the model: `Agents.acting`, or `as_population` for a single run.
-    """
-    if not kernels_run(env.device):
-        return unroll
-    from .acting_kernel import kernel_loop
-
-    return kernel_loop(env, model, acting) or unroll
 
 
 def as_population(model: ActorCriticByHand, precision: str) -> SimpleNamespace | None:
