@@ -100,8 +100,15 @@ def build(
     # The parts of the run.
     reward_scale = RewardScale(env.num_envs, env.device)
     coefficients = LossCoefficients.of(settled)
-    parts_of_learner = (coefficients, model, learning, optimizer, reward_scale, all_reduce)
-    learner = Learner(*parts_of_learner, gradients=gradients_on(learning.device))
+    learner = Learner(
+        coefficients,
+        model,
+        learning,
+        optimizer,
+        reward_scale,
+        all_reduce,
+        gradients=gradients_on(learning.device),
+    )
     collector = Collector(env, actor, acting, config.rollout_length, seed, in_use=in_use)
     # The first observations. In a resumed run, its state replaces these statistics.
     model.add_observations(env.obs, all_reduce)
