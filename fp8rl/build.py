@@ -9,7 +9,8 @@ variants change:
     CUDA graphs                      an object that launches iterations and reads them
     a ring in files                  a ring of disk/mapped_ring.py
     weights in few bits              another optimizer, and a context in which the network acts
-    faster forward passes            another class of network, collector's loop, learner's forward
+    a network written out by hand    another class of network, and the learner's `gradients`
+    kernels for a GPU                functions that machine/gpu/install.py puts into the parts
 """
 
 import contextlib
@@ -28,23 +29,23 @@ from .disk.restore import restore
 from .env import Cart
 from .evaluate import Evaluator
 from .losses import LossCoefficients, no_all_reduce
-from .machine import hardware, processes
-from .machine.acting import acting_loop, as_population
+from .machine import processes
+from .machine.adam import ADAM_EPS, adam
 from .machine.by_hand import gradients_on
-from .machine.cuda_graphs import GraphQueue, has_graphs
+from .machine.gpu.cuda_graphs import GraphQueue, has_graphs
+from .machine.gpu.install import as_population, put_kernels_into
 from .machine.machine import HERE, Machine
 from .machine.plan import plan_run
-from .machine.reused_forward import Reuse
 from .model import ActorCritic, make_network, parameters_in_order
 from .population.batches import require_one_population
 from .population.population import Agents, Population
 from .precision import Precision
 from .replay.ring import ReplayBuffer
 from .returns import RewardScale
-from .rollout import Collector, unroll
+from .rollout import Collector
 from .tasks.by_id import task_of
 from .tasks.environments import env_maker, environment_of
-from .train import ADAM_EPS, Learner, Parts, Run, adam, forward_pass
+from .train import Learner, Parts, Run
 
 # First seed of Gymnasium's environments in evaluations, so that their starts differ from those of
 # training.
@@ -69,8 +70,6 @@ def build(
     learning = Precision(config.precision, plan.learn_device)
     acting = Precision(plan.acting_precision, plan.collect_device, "collect_precision")
     evaluating = Precision(config.precision, plan.evaluate_device)
-    for device in (plan.learn_device, plan.collect_device):
-        hardware.load_kernels(device)
     all_reduce = processes.all_reduce if size > 1 else no_all_reduce
     seed = rng.seed_of(config.seed, "weights", rank) if rank else config.seed
 
@@ -98,22 +97,19 @@ def build(
     else:
         optimizer = adam(model, settled.learning_rate, capturable=plan.uses_graph)
 
-    # How the policy acts, and where the forward passes of learning come from.
-    loop = unroll
-    forward = forward_pass
-    if plan.acting_loop == "reuse":
-        reuse = Reuse(model, learning)
-        loop = reuse
-        forward = reuse.forward
-    elif plan.acting_loop == "kernel":
-        loop = acting_loop(env, actor, functools.partial(as_population, precision=acting.name))
-
     # The parts of the run.
     reward_scale = RewardScale(env.num_envs, env.device)
     coefficients = LossCoefficients.of(settled)
-    parts_of_learner = (coefficients, model, learning, optimizer, reward_scale, all_reduce, forward)
-    learner = Learner(*parts_of_learner, gradients=gradients_on(learning.device))
-    collector = Collector(env, actor, acting, config.rollout_length, seed, loop, in_use)
+    learner = Learner(
+        coefficients,
+        model,
+        learning,
+        optimizer,
+        reward_scale,
+        all_reduce,
+        gradients=gradients_on(learning.device),
+    )
+    collector = Collector(env, actor, acting, config.rollout_length, seed, in_use=in_use)
     # The first observations. In a resumed run, its state replaces these statistics.
     model.add_observations(env.obs, all_reduce)
     if rank == 0:
@@ -132,6 +128,8 @@ def build(
         ring = MappedRing(plan.ring_folder, *ring_settings, *ring_options)
 
     run = kind(config, Parts(collector, learner, evaluator, ring), plan.slices)
+    one_kernel = functools.partial(as_population, precision=acting.name)
+    put_kernels_into(run, one_kernel if plan.acts_by_kernel else None)
     if state:
         restore(run, processes.part_of(state), new_episodes=plan.environment == "gymnasium")
     if plan.uses_graph:
@@ -144,7 +142,7 @@ def low_bit_optimizer(
 ) -> LowBitAdam:
     """An optimizer that keeps weights and moments in few bits."""
     parameters = parameters_in_order(model).items()
-    noise = rng.rounding_noise(seed)
+    noise = functools.partial(rng.uniform, seed, "rounding")
     optimizer = LowBitAdam(parameters, learning_rate, eps=ADAM_EPS, noise=noise, **places)
     # The first rollout is collected by the rounded weights, as in a population. And a checkpoint
     # has all weights in the optimizer's state.
@@ -165,13 +163,11 @@ def build_population(configs: list[Config], device="cpu", graph: bool = True) ->
     same one, and MemoryError if the agents do not fit into memory.
     """
     require_one_population(configs, device)
-    hardware.load_kernels(device)
     task = task_of(configs[0].env_id) or Cart
     make_env = env_maker(configs[0], environment_of(configs[0]))
     population = Population(configs, [config.settled(task) for config in configs], make_env, device)
-    collector = population.collector
-    collector.loop = acting_loop(collector.env, population.model, Agents.acting)
     population.learner.gradients = gradients_on(torch.device(device))
+    put_kernels_into(population, Agents.acting)
     if graph and has_graphs(torch.device(device)):
         population.launch = GraphQueue(population.learner.device)
     return population

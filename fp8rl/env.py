@@ -23,7 +23,7 @@ import torch
 
 from .constants import constant
 from .distribution import Categorical
-from .rng import rows
+from .rng import rows, words
 from .state import TensorState
 
 PUSH = 0.1
@@ -91,6 +91,7 @@ class TensorEnv(TensorState):
     discount = 1.0
     computes_with_actions = False
     channels = 0
+    words = staticmethod(words)  # draws random numbers; or a kernel in its place
 
     def __init__(self, num_envs: int, device="cpu", seed=0, purpose: str = "starts"):
         if num_envs < 1:
@@ -142,7 +143,9 @@ class TensorEnv(TensorState):
         Each row has a start state, which is used where an episode begins, and noise channels.
         """
         shape = (length, self.num_envs, self.state_size + self.channels)
-        numbers = rows(self.seed, self.purpose, self.draws, shape, self.device, halves=True)
+        numbers = rows(
+            self.seed, self.purpose, self.draws, shape, self.device, halves=True, words=self.words
+        )
         numbers = numbers.mul_(2).sub_(1)  # from (0, 1) to (-1, 1)
         self.draws += 1
         states = self.start(numbers[..., : self.state_size])

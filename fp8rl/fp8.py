@@ -33,77 +33,54 @@ the same row of dx. The other rows stay as they are. The weight gradient contrac
 NaN as well, and the optimizer step is skipped.
 
 A finite outlier does harm other rows: if one row is a million times as large as the others, they
-share its scale and lose their digits. With `scales="row"` each row of x and g has a scale of its
-own in the output and the input gradient, as in torch._scaled_mm and in torchao. The weight gradient
-contracts rows, and a scale cannot change along a sum, so there x and g have one scale each.
+share its scale and lose their digits.
 
 In plain PyTorch, quantizing takes several passes over a tensor, and a copy in the other layout
-takes one more. A kernel (kernels.py) reads the tensor twice and writes both layouts.
+takes one more. On a GPU a kernel (machine/gpu/triton_quantize.py) takes the place of `in_layouts`.
 `torch.compile` fuses the plain form into few passes, in a Float8Linear too; on a CPU the results
 have the same bits. FP8 pays off only in wide layers on hardware that multiplies float8, as
 benchmarks/speed/arms.py measures."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.torch_version import TorchVersion
 
-from . import kernels
 from .bits.formats import E4M3, E5M2, power_of_two_scale
 
 LARGEST_FLOAT8 = {E4M3: 448.0, E5M2: 57344.0}
 INPUT_TYPES = torch.float32, torch.bfloat16  # types that can be quantized
-SCALES = "tensor", "row"  # one scale for each matrix, or one for each of its rows
 MULTIPLE = 16  # dimensions of matrices must be multiples of this
-CPU_HAS_KERNEL = TorchVersion(torch.__version__) >= (2, 13)
-# Up to so many numbers in both matrices, a CPU multiplies in float32, because torch's kernel for
-# float8 was slower there on an AMD EPYC. The products have the same bits.
-FEW_NUMBERS = 2**15
 
 
 class Quantized(NamedTuple):
     """Matrices in float8 with their scales; the values are data * scale."""
 
     data: torch.Tensor  # float8 [..., M, N]
-    # Powers of two, float32: one for each matrix [...], for each row [..., M, 1], or for each
-    # column [..., 1, N]
-    scale: torch.Tensor
-
-    @property
-    def shared(self) -> bool:
-        """Whether all numbers of a matrix have one scale."""
-        return self.scale.dim() < self.data.dim()
+    scale: torch.Tensor  # float32 [...], a power of two for each matrix
 
     def t(self) -> "Quantized":
-        """The transpose, without a copy.
-
-        A row-major matrix becomes column-major, and scales of rows become scales of columns.
-        """
-        return Quantized(self.data.t(), self.scale if self.shared else self.scale.t())
+        """The transpose, without a copy: a row-major matrix becomes column-major."""
+        return Quantized(self.data.t(), self.scale)
 
     def column_major(self) -> "Quantized":
         """The same matrix in column-major layout: a copy, unless it has this layout already."""
         return Quantized(self.data.t().contiguous().t(), self.scale)
 
     def dequantize(self) -> torch.Tensor:
-        scale = self.scale[..., None, None] if self.shared else self.scale
-        return self.data.float() * scale
+        return self.data.float() * self.scale[..., None, None]
 
 
-def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3, scales: str = "tensor") -> Quantized:
-    """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), with scales.
+def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Quantized:
+    """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), each with a scale of its own.
 
-    Each matrix has a scale of its own or, with `scales="row"`, each row. Numbers that are not
-    finite become NaN. Raises ValueError for another shape, `dtype` or `scales`, and TypeError if
-    `x` is not float32 or bfloat16. A float16 tensor may already have lost numbers that FP8 would
-    have scaled.
+    Numbers that are not finite become NaN. Raises ValueError for another shape or `dtype`, and
+    TypeError if `x` is not float32 or bfloat16. A float16 tensor may already have lost numbers that
+    FP8 would have scaled.
     """
-    require_scales(scales)
     if x.dtype not in INPUT_TYPES:
         raise TypeError(
             f"x is {x.dtype}: quantize takes float32 or bfloat16, "
@@ -115,78 +92,34 @@ def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3, scales: str = "tensor")
             "and E4M3 or E5M2"
         )
     x = x.float().contiguous()  # row-major, whatever the input's strides
-    if scales == "tensor" and is_plain_cpu_matrix(x):
-        largest = x.abs().amax().item()
-        if math.isfinite(largest):
-            scale = power_of_two_scale_of(largest, LARGEST_FLOAT8[dtype])
-            return Quantized(cast(x / scale, dtype), x.new_full((), scale))
-    scale = power_of_two_scale(largest_magnitude(x, scales), LARGEST_FLOAT8[dtype])
+    scale = power_of_two_scale(largest_magnitude(x), LARGEST_FLOAT8[dtype])
     # Infinities become NaN here, because `cast` would make them the largest number.
     x = x.nan_to_num(torch.nan, torch.nan, torch.nan)
-    divisor = scale[..., None, None] if scales == "tensor" else scale
-    return Quantized(cast(x / divisor, dtype), scale)
+    return Quantized(cast(x / scale[..., None, None], dtype), scale)
 
 
-def is_plain_cpu_matrix(x: torch.Tensor) -> bool:
-    """Whether Python can read the numbers of a matrix at once: it is on a CPU, not empty, and torch
-    neither compiles nor transforms the code that runs."""
-    is_plain = x.is_cpu and type(x) is torch.Tensor and x.dim() == 2 and x.numel() > 0
-    is_transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return is_plain and not is_transformed
-
-
-def power_of_two_scale_of(largest: float, limit: float) -> float:
-    """`power_of_two_scale` of a single finite number that Python has already read."""
-    mantissa, exponent = math.frexp(largest)
-    limit_mantissa, limit_exponent = math.frexp(limit)
-    exponent = exponent - limit_exponent + (mantissa > limit_mantissa)
-    return math.ldexp(1.0, min(max(exponent, -126), 128 - limit_exponent))
-
-
-def largest_magnitude(x: torch.Tensor, scales: str) -> torch.Tensor:
-    """The largest finite magnitude of each matrix in [..., M, N]: [...], or by row [..., M, 1].
+def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """The largest finite magnitude of each matrix in [..., M, N]: [...].
 
     It is 0 where there is no finite number.
     """
     if not x.numel():
-        return x.new_zeros(x.shape[:-2] if scales == "tensor" else (*x.shape[:-1], 1))
-    magnitude = x.nan_to_num(0.0, 0.0, 0.0).abs()  # 0 in place of what is not finite
-    if scales == "tensor":
-        return magnitude.amax((-2, -1))
-    return magnitude.amax(-1, keepdim=True)
-
-
-def require_scales(scales: str) -> None:
-    """Raises ValueError unless `scales` is one of SCALES."""
-    if scales not in SCALES:
-        raise ValueError(f"scales is {scales!r}: choose from {', '.join(SCALES)}")
+        return x.new_zeros(x.shape[:-2])
+    return x.nan_to_num(0.0, 0.0, 0.0).abs().amax((-2, -1))  # 0 in place of what is not finite
 
 
 def in_layouts(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    row_major: bool = True,
-    column_major: bool = True,
-    scales: str = "tensor",
+    x: torch.Tensor, dtype: torch.dtype, row_major: bool = True, column_major: bool = True
 ) -> tuple[Quantized | None, Quantized | None]:
     """Quantizes a matrix [M, N] for the two products that it takes part in.
 
-    Returns the quantized matrix twice: row-major, with these `scales`, and to be multiplied in
-    column-major layout (by its method `column_major`), always with one scale. A kernel makes both
-    at once, and returns None in place of one that is not wanted. Without a kernel both may be the
-    same row-major matrix, of which `column_major` makes a copy when it is called.
+    Returns the quantized matrix twice: row-major, and to be multiplied in column-major layout (by
+    its method `column_major`). Here both are the same row-major matrix, of which `column_major`
+    makes a copy when it is called. A kernel in place of this function makes both layouts at once,
+    and returns None in place of one that is not wanted.
     """
-    if scales == "row":
-        by_row = quantize(x, dtype, scales) if row_major else None
-        by_column = in_layouts(x, dtype, row_major=False)[1] if column_major else None
-        return by_row, by_column
-    kernel = None
-    if not torch.compiler.is_compiling():
-        kernel = kernels.kernel("quantize", x.device)
-    if kernel is None or x.dtype not in INPUT_TYPES or not x.numel():
-        quantized = quantize(x, dtype)
-        return quantized, quantized
-    return kernel(x, dtype, row_major, column_major)
+    quantized = quantize(x, dtype)
+    return quantized, quantized
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -203,11 +136,11 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> torch.Tensor:
     """a @ b for float8 matrices, row-major [M, K] and column-major [K, N]: float32 [M, N].
 
-    Each matrix has one scale, or `a` has one for each row and `b` one for each column. With
-    `emulate` the product is computed in float32: products of two float8 numbers are exact, and so
-    are their sums but for float32's rounding. If `emulate` is None, torch's kernel is used where
-    there is one and where it pays. On a CPU it gives the same bits, on a GPU other sums (see
-    above). Raises ValueError for matrices that a GPU's kernel cannot multiply, on every device.
+    With `emulate` the product is computed in float32: products of two float8 numbers are exact, and
+    so are their sums but for float32's rounding. If `emulate` is None, a GPU that multiplies float8
+    does so, which gives other sums (see above). torch's kernel for a CPU, since 2.13, gives the
+    same bits in the same time as the emulation. Raises ValueError for matrices that a GPU's kernel
+    cannot multiply, on every device.
     """
     left, right = a.data.shape, b.data.shape
     if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
@@ -231,29 +164,21 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
             "layout is not row-major times column-major: make the first contiguous, "
             "the second column_major()"
         )
-    for name, scale, size in (("first", a.scale, (left[0], 1)), ("second", b.scale, (1, right[1]))):
-        if scale.dim() and scale.shape != size:
-            raise ValueError(
-                f"the {name} matrix has scales {list(scale.shape)}: use one, or {list(size)}, "
-                "none along the sum"
-            )
     device = a.data.device
     # A surrounding bfloat16 autocast would round the result.
     with torch.autocast(device.type, enabled=False):
-        if emulate or (emulate is None and not kernel_pays(a.data, b.data)):
+        if emulate or (emulate is None and not has_kernel(device)):
             # The second matrix is made row-major, as in the CPU's kernel, so that both sum in the
             # same order, bit for bit.
             product = a.data.float() @ b.data.float().contiguous()
             return times_scales(product, a.scale, b.scale)
-        if a.shared and b.shared:
-            # CUDA's kernel multiplies both scales first, unlike `times_scales`. So numbers near
-            # 2^-70 give 0 there, and near 2^75 a row of zeros gives NaN. A pass of our own over the
-            # product would cure that, but would cost time in every layer.
-            return tensorwise_matmul(a.data, b.data, a.scale, b.scale)
-        # Powers of two scale exactly, after the sum as well as before it.
-        one = a.scale.new_ones(())
-        product = tensorwise_matmul(a.data, b.data, one, one)
-        return times_scales(product, a.scale, b.scale)
+        # CUDA's kernel multiplies both scales first, unlike `times_scales`. So numbers near 2^-70
+        # give 0 there, and near 2^75 a row of zeros gives NaN. A pass of our own over the product
+        # would cure that, but would cost time in every layer.
+        whole = F.ScalingType.TensorWise
+        return F.scaled_mm(
+            a.data, b.data, a.scale, whole, b.scale, whole, output_dtype=torch.float32
+        )
 
 
 def times_scales(
@@ -272,58 +197,18 @@ def times_scales(
     return product.mul_(rest).mul_(in_range)
 
 
-def tensorwise_matmul(
-    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor
-) -> torch.Tensor:
-    """torch's product of two float8 matrices with one scale each: float32."""
-    whole = F.ScalingType.TensorWise
-    return F.scaled_mm(a, b, a_scale, whole, b_scale, whole, output_dtype=torch.float32)
-
-
-def kernel_pays(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether torch's kernel should multiply two float8 matrices: it exists, and they are not small
-    matrices on a CPU."""
-    is_small = a.device.type == "cpu" and a.numel() + b.numel() <= FEW_NUMBERS
-    return has_kernel(a.device) and not is_small
-
-
 def has_kernel(device: torch.device | str) -> bool:
-    """Whether torch has a kernel that multiplies float8 matrices to float32 on a device.
-
-    It has one on CUDA from compute capability 8.9, and on CPUs from torch 2.13.
-    """
+    """Whether a device multiplies float8 matrices: CUDA from compute capability 8.9 on."""
     device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 9)
-    return device.type == "cpu" and CPU_HAS_KERNEL
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 NO_SECOND_DERIVATIVE = (
     "Float8Linear has no second derivative: leave layers that need one in float32"
 )
-NO_VMAP = (
-    "Float8Linear cannot be in torch.func.vmap: give it the whole batch [..., I] instead, "
-    "or leave the layer in float32"
-)
-NO_FORWARD_MODE = (
-    "Float8Linear has no forward-mode derivative: use reverse mode (backward, "
-    "torch.func.grad), or leave it in float32"
-)
 
 
-class _Refusing(torch.autograd.Function):
-    """A function that reports in one line that FP8 has no vmap and no forward-mode derivative."""
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        raise RuntimeError(NO_VMAP)
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        raise RuntimeError(NO_FORWARD_MODE)
-
-
-class _Float8Matmuls(_Refusing):
+class _Float8Matmuls(torch.autograd.Function):
     """The three matmuls in the module's docstring.
 
     `x` and `weight` are arguments only so that they get gradients. The forward pass multiplies the
@@ -354,7 +239,7 @@ class _Float8Matmuls(_Refusing):
         return grad_x, grad_w, *[None] * 9
 
 
-class _Float8Gradients(_Refusing):
+class _Float8Gradients(torch.autograd.Function):
     """The backward pass of _Float8Matmuls. It has no derivative of its own.
 
     `weight` is an argument only so that a second derivative reaches this function, which raises.
@@ -364,13 +249,7 @@ class _Float8Gradients(_Refusing):
     def forward(
         grad, weight, layer, input_dtype, needs_x, needs_weight, x_data, x_scale, w_data, w_scale
     ):
-        g8, g8_columns = in_layouts(
-            grad,
-            layer.backward_type,
-            row_major=needs_x,
-            column_major=needs_weight,
-            scales=layer.scales,
-        )
+        g8, g8_columns = layer.in_layouts(grad, layer.backward_type, needs_x, needs_weight)
         grad_x = grad_w = None
         if needs_x:
             w8_columns = Quantized(w_data, w_scale).column_major()
@@ -404,17 +283,12 @@ class Float8Linear(nn.Linear):
         >>> convert_linears(model)
         {'0': None, '2': 'its 10 outputs are not a multiple of 16'}
         >>> model(torch.randn(5, 32)).square().sum().backward()  # trains like any other model
-
-    With `scales="row"`, each row of the input and of the gradient has a scale of its own. This was
-    measured on a layer of 32 inputs and 48 outputs, with 20 normal rows of which one is a million
-    times as large. With one scale for the tensor, the outputs of the other 19 rows differ from
-    float32's by 98% of their norm, and with one scale for each row by 3.8%. Without the outlier
-    both differ by 3.8%."""
+    """
 
     forward_type = E4M3  # float8 type of inputs and weights
     backward_type = E5M2  # float8 type of gradients
-    scales: str = "tensor"  # or "row", in the output and the input gradient
     emulate: bool | None = None  # as in scaled_matmul
+    in_layouts = staticmethod(in_layouts)  # or a kernel in its place
 
     def forward(self, x: torch.Tensor, w8: Quantized | None = None) -> torch.Tensor:
         """The layer's output. `w8` is the quantized weight, if the caller has it already."""
@@ -444,11 +318,11 @@ class Float8Linear(nn.Linear):
         """
         needs_x = x.requires_grad and torch.is_grad_enabled()
         needs_weight = weight.requires_grad and torch.is_grad_enabled()
-        x8, x8_columns = in_layouts(
-            x.detach(), self.forward_type, column_major=needs_weight, scales=self.scales
-        )
+        x8, x8_columns = self.in_layouts(x.detach(), self.forward_type, column_major=needs_weight)
         if w8 is None:
-            w8, w8_columns = in_layouts(weight.detach(), self.forward_type, column_major=needs_x)
+            w8, w8_columns = self.in_layouts(
+                weight.detach(), self.forward_type, column_major=needs_x
+            )
         else:
             w8_columns = w8
         nothing = None, None  # in place of data and scale that no gradient needs
@@ -461,23 +335,19 @@ class Float8Linear(nn.Linear):
 
         It is right for as long as the weight does not change. Hooks are not called.
         """
-        w8, _ = in_layouts(self.weight.detach(), self.forward_type, column_major=False)
+        w8, _ = self.in_layouts(self.weight.detach(), self.forward_type, column_major=False)
         return functools.partial(self.forward, w8=w8)
 
 
 def convert_linears(
-    model: nn.Module,
-    forward: torch.dtype = E4M3,
-    backward: torch.dtype = E5M2,
-    scales: str = "tensor",
+    model: nn.Module, forward: torch.dtype = E4M3, backward: torch.dtype = E5M2
 ) -> dict[str, str | None]:
     """Converts the linear layers of a model to Float8Linear, in place.
 
     Parameters, hooks and everything else of a layer stay. Returns a dict with an entry for each
     linear layer by name: None if it was converted, otherwise the reason why not. `forward` and
-    `backward` are the float8 types of the layers. Raises ValueError if `scales` is none of SCALES.
+    `backward` are the float8 types of the layers.
     """
-    require_scales(scales)
     reasons = {}
     # A tied layer appears under each of its names.
     for name, layer in model.named_modules(remove_duplicate=False):
@@ -490,7 +360,6 @@ def convert_linears(
             layer.__class__ = Float8Linear
             layer.forward_type = forward
             layer.backward_type = backward
-            layer.scales = scales
     return reasons
 
 

@@ -125,9 +125,9 @@ class LossCoefficients(NamedTuple):
 
 
 def vtrace(
-    values, rewards, discounts, log_ratios, valid, lam=1.0, *, ended=None, final_values=None
+    values, rewards, discounts, log_ratios, valid, lam=1.0, recurrence: Callable = recurrence_fast
 ) -> Targets:
-    """V-trace targets and advantages of a batch of trajectories, written like the equations above.
+    """V-trace targets and advantages of a batch of trajectories, by the equations above.
 
     values        float32 [T+1, B], the critic's values of obs rows 0 to T
     rewards       float32 [T, B]
@@ -137,16 +137,10 @@ def vtrace(
     valid         bool [T, B], False on dummy rows, where rewards and log_ratios may be anything,
                   even NaN
     lam           lambda, from 0 to 1
-    ended         bool [T, B], the rows that ended an episode, for the SAME_STEP layout alone
-    final_values  float32 [T, B], the values of the final observations in these rows; in other rows
-                  they are ignored
+    recurrence    computes the recursion over rows: a form of recurrence.py, or a kernel
 
-    The row after an end is expected to hold the final observation. That is the layout of this
-    package and of Gymnasium's NEXT_STEP. In the SAME_STEP layout, which many simulators of robots
-    have, it holds the first observation of the next episode. For such data, pass `ended` and
-    `final_values`. The rows that ended an episode then bootstrap from `final_values`, and the trace
-    is cut there. Only this function and `vtrace_fast` take that layout; `actor_critic_loss`
-    does not, and the ring refuses it. Raises ValueError if only one of the two is given.
+    The row after an end holds the final observation, as in this package and in Gymnasium's
+    NEXT_STEP layout.
 
         >>> import torch
         >>> ones = torch.ones(3, 4)
@@ -154,51 +148,17 @@ def vtrace(
         >>> targets.value[:, 0]
         tensor([2.7100, 1.9000, 1.0000])
     """
-    next_value = _next_values(values, ended, final_values)
-    rho = torch.where(valid, log_ratios, 0).exp()
-    advantage = torch.zeros_like(rewards)
-    next_advantage = torch.zeros_like(rewards[0])  # vs_{t+1} - V(x_{t+1})
-    for t in reversed(range(len(rewards))):
-        # `where` instead of a product with 0, because the row after a termination may have no
-        # meaning: its value may be NaN, and 0 * NaN is NaN.
-        bootstrap = torch.where(discounts[t] != 0, discounts[t] * next_value[t], 0)
-        weight = rho[t].clamp(max=1) * valid[t]
-        delta = weight * (rewards[t] + bootstrap - values[t])
-        delta = torch.where(valid[t], delta, 0)
-        trace = discounts[t] * lam * weight
-        if ended is not None:
-            trace = torch.where(ended[t], 0, trace)
-        advantage[t] = delta + trace * next_advantage
-        next_advantage = advantage[t]
-    return Targets(values[:-1] + advantage, advantage, rho)
-
-
-def vtrace_fast(
-    values, rewards, discounts, log_ratios, valid, lam=1.0, *, ended=None, final_values=None
-) -> Targets:
-    """A faster `vtrace`: what does not depend on the next row is computed for all rows at once, and
-    the recursion over rows is that of recurrence.py."""
-    next_value = _next_values(values, ended, final_values)
     dummy = ~valid
-    bootstrap = (discounts * next_value).masked_fill_(discounts == _ZERO, 0)
+    # Filled with 0 instead of a product with 0, because the row after a termination may have no
+    # meaning: its value may be NaN, and 0 * NaN is NaN.
+    bootstrap = (discounts * values[1:]).masked_fill_(discounts == _ZERO, 0)
     rho = torch.where(valid, log_ratios, 0).exp()
     weight = rho.clamp(max=1)
     delta = (weight * (rewards + bootstrap - values[:-1])).masked_fill_(dummy, 0)
     trace = (discounts * lam * weight).masked_fill_(dummy, 0)
-    if ended is not None:
-        trace = torch.where(ended, 0, trace)
-    advantage = recurrence_fast(delta, trace, reverse=True)
+    # advantage[t] = delta[t] + trace[t] * advantage[t + 1]
+    advantage = recurrence(delta, trace, reverse=True)
     return Targets(values[:-1] + advantage, advantage, rho)
-
-
-def _next_values(values, ended, final_values) -> torch.Tensor:
-    """V(x_{t+1}) of each row, float32 [T, B]."""
-    if (ended is None) != (final_values is None):
-        missing = "ended" if ended is None else "final_values"
-        raise ValueError(f"{missing} is None: give ended and final_values together, or neither")
-    if ended is None:
-        return values[1:]
-    return torch.where(ended, final_values, values[1:])
 
 
 def discounts_of(flags: torch.Tensor, gamma, bootstrap_truncation: bool = True) -> torch.Tensor:
@@ -270,7 +230,7 @@ def actor_critic_loss(
     rollout: Rollout,
     coefficients,
     all_reduce=no_all_reduce,
-    compute_targets=vtrace_fast,
+    compute_targets=vtrace,
 ) -> tuple[torch.Tensor, Measured]:
     """The loss of the shared network on a rollout:
 
@@ -291,7 +251,7 @@ def actor_critic_loss(
     `coefficients`     LossCoefficients, or a settled Config
     `all_reduce`       sums tensors over the processes that hold other parts of the batch; the
                        losses and entropies of the parts add up to those of the whole batch
-    `compute_targets`  `vtrace_fast`, or a function with the same arguments
+    `compute_targets`  `vtrace`, or a function with the same arguments
 
     Returns the loss (float32 scalar), and what it has measured, for `statistics_of`. Dimensions
     between time and batch stay, and the results have them.
@@ -328,7 +288,7 @@ def loss_gradients(
     rollout: Rollout,
     coefficients,
     all_reduce=no_all_reduce,
-    compute_targets=vtrace_fast,
+    compute_targets=vtrace,
 ) -> tuple[torch.Tensor, torch.Tensor, Measured]:
     """The gradients of `actor_critic_loss`, by hand, with the same arguments.
 

@@ -17,7 +17,7 @@
 A machine without instructions for a type emulates it: it rounds the operands in the same way, but
 sums the products otherwise (docs/precisions.md). Many CPUs emulate bfloat16 and float16.
 
-torch has process-wide switches that let float32 matmuls round their operands to TF32 or bfloat16,
+torch has process-wide flags that let float32 matmuls round their operands to TF32 or bfloat16,
 such as torch.set_float32_matmul_precision. `float32_matmuls` turns them off while the package
 multiplies, and then puts them back, so that "fp32" means float32 whatever a script has set.
 
@@ -28,8 +28,6 @@ the scale. It doubles the scale after SCALE_GROWTH_INTERVAL good steps in a row.
 tensor. Its GradScaler stays at 1 and only skips steps."""
 
 import contextlib
-import dataclasses
-import threading
 from typing import NamedTuple
 
 import torch
@@ -84,42 +82,8 @@ def available_precisions(device="cpu") -> list[str]:
     ]
 
 
-# Where torch keeps the switch that rounds float32 matmuls: (backend, operation).
-MATMUL_SWITCH = {"cpu": ("mkldnn", "matmul"), "cuda": ("cuda", "matmul")}
-ALL_BACKENDS = ("generic", "all")
-# These functions are behind all attributes named fp32_precision in torch.backends.
-get_switch = torch._C._get_fp32_precision_getter
-set_switch = torch._C._set_fp32_precision_setter
-
-
-def own_switch(backend: str, operation: str) -> str:
-    """What a switch of torch itself is set to: "ieee", "tf32", "bf16", or "none".
-
-    A switch that is set to "none" takes the value of its parent, which is the switch of the whole
-    backend, and that of all backends in turn. torch only tells this effective value. So the parent
-    is changed for a moment, to see whether the switch follows it.
-    """
-    value = get_switch(backend, operation)
-    if value == "none" or (backend, operation) == ALL_BACKENDS:
-        return value
-    parent = ALL_BACKENDS if operation == "all" else (backend, "all")
-    value_of_parent = own_switch(*parent)
-    set_switch(*parent, "tf32" if value == "ieee" else "ieee")
-    follows_parent = get_switch(backend, operation) != value
-    set_switch(*parent, value_of_parent)
-    return "none" if follows_parent else value
-
-
-@dataclasses.dataclass
-class Change:
-    """A change of a switch, which is put back when no `with` block relies on it any more."""
-
-    own_before: str  # see own_switch
-    blocks: int = 0
-
-
-lock = threading.Lock()
-changes: dict[str, list[Change]] = {device: [] for device in MATMUL_SWITCH}  # the newest last
+# torch's flags for float32 matmuls, by type of device.
+MATMULS = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
 
 
 @contextlib.contextmanager
@@ -127,31 +91,21 @@ def float32_matmuls(device="cpu", tf32: bool = False):
     """Within a `with` block, float32 matmuls on a device compute in float32 or, on CUDA with
     `tf32`, in TF32, whatever the process has set.
 
-    torch's switch is then set back exactly as it was. It belongs to the process, so other threads
-    see the change, too. If several threads are in such blocks, the last one puts it back.
+    torch's flag is then set back to the value that it had. It belongs to the process, so other
+    threads see the change, too. If a script has set the flag for all backends at once, the flag of
+    matmuls has a value of its own afterwards.
     """
-    device_type = torch.device(device).type
-    if device_type not in MATMUL_SWITCH:
+    matmuls = MATMULS.get(torch.device(device).type)
+    wanted = ("tf32",) if tf32 else ("ieee", "none")  # torch's default, "none", is float32, too
+    if matmuls is None or matmuls.fp32_precision in wanted:
         yield
         return
-    switch = MATMUL_SWITCH[device_type]
-    wanted = ("tf32",) if tf32 else ("ieee", "none")  # torch's default, "none", is float32, too
-    with lock:
-        if get_switch(*switch) not in wanted:
-            changes[device_type].append(Change(own_switch(*switch)))
-            set_switch(*switch, wanted[0])
-        change = changes[device_type][-1] if changes[device_type] else None
-        if change:
-            change.blocks += 1
+    before = matmuls.fp32_precision
+    matmuls.fp32_precision = wanted[0]
     try:
         yield
     finally:
-        if change:
-            with lock:
-                change.blocks -= 1
-                if not change.blocks:
-                    changes[device_type].remove(change)
-                    set_switch(*switch, change.own_before)
+        matmuls.fp32_precision = before
 
 
 _EPS = constant(1e-6)

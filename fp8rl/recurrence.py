@@ -21,8 +21,6 @@ row.
 
 import torch
 
-from . import kernels
-
 # With more numbers than that, a CPU is faster with the form that reads each number once.
 MANY = 2**15
 FEW_ROWS = 8  # up to so many rows, one after the other takes fewer calls
@@ -98,13 +96,11 @@ def recurrence_fast(
     begun: torch.Tensor | None = None,
     reverse: bool = False,
 ) -> torch.Tensor:
-    """Like `recurrence`, in the form that is fastest here: on a GPU one kernel, if there is one."""
+    """Like `recurrence`, in the form that is fastest here."""
     begun_has_gradient = begun is not None and begun.requires_grad
     if added.requires_grad or kept.requires_grad or begun_has_gradient:
-        # The other forms have no gradient.
+        # The scan has no gradient.
         return recurrence(added, kept, begun, reverse)
-    if kernel := kernels.kernel("recurrence", added.device):
-        return kernel(added, kept, begun, reverse)
     many_on_cpu = added.device.type == "cpu" and added.numel() > MANY
     if len(added) <= FEW_ROWS or many_on_cpu:
         return recurrence(added, kept, begun, reverse)

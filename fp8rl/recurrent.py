@@ -53,12 +53,6 @@ class RecurrentActorCritic(ActorCritic):
         state = self.gru(self.encode(obs), state)
         return self.outputs(self.actor(state)), state
 
-    def step(self, obs, state=None):
-        """Like `policy`, with values [B]: returns outputs, values and the next state."""
-        state = self.gru(self.encode(obs), state)
-        outputs, values = self.heads(state)
-        return outputs, values, state
-
     def gru(self, x: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """The next state, float32 [B, hidden_size].
 

@@ -29,6 +29,7 @@ class RewardScale(TensorState):
 
     NAMES = ("open", "square")
     DECAY = 0.99  # decay of the running means at each step
+    recurrence = staticmethod(recurrence_fast)  # or a kernel in its place
 
     def __init__(self, num_envs: int | tuple[int, ...], device="cpu"):
         self.open = torch.zeros(num_envs, dtype=torch.float32, device=device)
@@ -60,7 +61,7 @@ class RewardScale(TensorState):
         # The decay is 0 in the dummy row before a new episode. After an infinite reward, at which
         # training stops, G stays NaN.
         decay = rollout.valid.float() * gamma
-        G = recurrence_fast(rewards, decay, self.open)  # [T, N]
+        G = self.recurrence(rewards, decay, self.open)  # [T, N]
         self.open.copy_(G[-1])
         squares = G.square().sum((0, -1)).unsqueeze(-1)  # [1]
         steps = torch.full_like(squares, rewards.numel() / squares.numel())

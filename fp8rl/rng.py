@@ -13,8 +13,8 @@ under a key of two words. Here
 
 and the parity of the index chooses one of the two resulting words. The cipher needs only sums,
 rotations and exclusive ors of 32-bit words, all modulo 2^32. On a CPU, NumPy computes them. On
-other devices the same lines run on int32 tensors, which torch adds with the same wrap-around, or
-one kernel computes everything (kernels.py).
+other devices the same lines run on int32 tensors, which torch adds with the same wrap-around. A
+function that draws takes another form of `words`, such as a kernel for a GPU.
 
     >>> from fp8rl.rng import uniform
     >>> uniform(seed=0, purpose="actions", iteration=3, shape=(2, 4)).shape
@@ -25,11 +25,10 @@ A seed may also be an integer tensor [S]: S independent streams, drawn together.
 
 import functools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
-
-from . import kernels
 
 PURPOSES = (
     "weights",
@@ -87,10 +86,7 @@ def words(seed, purpose: str, iteration, count: int, device="cpu"):
     results, nor a tensor of seeds, in place.
     """
     streams = seed.numel() if isinstance(seed, torch.Tensor) else 1
-    if kernel := kernels.kernel("words", torch.device(device)):
-        # A single launch is as fast as reading a cache.
-        result = kernel(seed, PURPOSES.index(purpose), iteration, count, device)
-    elif isinstance(iteration, torch.Tensor) or streams * count > FEW:
+    if isinstance(iteration, torch.Tensor) or streams * count > FEW:
         result = _words(seed, purpose, iteration, count, device)
     else:  # few numbers: the words of 8 iterations are computed in one call
         block = _words_of_8_iterations(seed, purpose, iteration // 8, count, torch.device(device))
@@ -112,7 +108,7 @@ def _words_of_8_iterations(seed, purpose: str, block: int, count: int, device: t
 
 
 def _words(seed, purpose: str, iteration, count: int, device):
-    """`words` without a kernel or a cache, [S or 1, count]."""
+    """`words` without a cache, [S or 1, count]."""
     pairs = (count + 1) // 2
     if torch.device(device).type == HOST:
         seed = np.asarray(seed).astype(np.uint32).reshape(-1, 1)
@@ -144,13 +140,19 @@ def _int32_column(x, device) -> torch.Tensor:
 
 
 def uniform(
-    seed, purpose: str, iteration, shape: tuple[int, ...], device="cpu", halves: bool = False
+    seed,
+    purpose: str,
+    iteration,
+    shape: tuple[int, ...],
+    device="cpu",
+    halves: bool = False,
+    words: Callable = words,
 ) -> torch.Tensor:
     """Uniform float32 numbers in (0, 1), never 0 or 1, of a shape.
 
     Each number is an odd multiple of 2^-24 and takes one random word. With `halves` it is an odd
-    multiple of 2^-17 and takes half a word. The arguments are those of `words`; S seeds give
-    [S, *shape].
+    multiple of 2^-17 and takes half a word. The arguments are those of `words`, or of another
+    function with the same arguments; S seeds give [S, *shape].
     """
     size = math.prod(shape)
     bits = 16 if halves else 23
@@ -167,7 +169,13 @@ def uniform(
 
 
 def rows(
-    seed, purpose: str, iteration, shape: tuple[int, int, int], device="cpu", halves: bool = False
+    seed,
+    purpose: str,
+    iteration,
+    shape: tuple[int, int, int],
+    device="cpu",
+    halves: bool = False,
+    words: Callable = words,
 ) -> torch.Tensor:
     """Uniform numbers for T steps of N columns, float32 [T, N, size].
 
@@ -177,7 +185,7 @@ def rows(
     length, count, size = shape
     streams = len(seed) if isinstance(seed, torch.Tensor) else 1
     by_step = (length, size, count // streams)
-    numbers = uniform(seed, purpose, iteration, by_step, device, halves)
+    numbers = uniform(seed, purpose, iteration, by_step, device, halves, words)
     if numbers.dim() == 4:  # [S, T, size, N / S]
         numbers = numbers.permute(1, 2, 0, 3).flatten(2)
     return numbers.mT
@@ -194,26 +202,14 @@ def below(limit: int, numbers) -> torch.Tensor:
     return (numbers.long() & 0xFFFFFFFF) * limit >> 32
 
 
-def seed_of(seed: int, purpose: str, iteration: int = 0) -> int:
-    """A seed of 32 bits for another generator, such as an environment's own."""
-    return int(words(seed, purpose, iteration, 1)[0])
+def seed_of(seed, purpose: str, iteration: int = 0):
+    """A seed of 32 bits for another generator, such as an environment's own.
 
-
-def seeds_of(seed, purpose: str, iteration: int):
-    """Like `seed_of`, but `seed` may be an integer tensor [S]. The result is then int64 [S] on the
-    same device."""
+    If `seed` is an integer tensor [S], the result is int64 [S] on the same device.
+    """
     if not isinstance(seed, torch.Tensor):
-        return seed_of(seed, purpose, iteration)
+        return int(words(seed, purpose, iteration, 1)[0])
     numbers = words(seed, purpose, iteration, 1, seed.device)[:, 0]
     if isinstance(numbers, np.ndarray):
         return torch.from_numpy(numbers.astype(np.int64))
     return numbers.long() & 0xFFFFFFFF
-
-
-def rounding_noise(seed: int):
-    """A function that draws the noise of stochastic rounding, for `bits.LowBitAdam`."""
-
-    def draw(update: int, shape: tuple[int, ...], device) -> torch.Tensor:
-        return uniform(seed, "rounding", update, shape, device)
-
-    return draw

@@ -12,6 +12,7 @@ refuses their rollouts.
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -134,10 +135,13 @@ def check_extremes(numbers: list[float]) -> None:
         raise ValueError(f"action is not a number, {why}")
 
 
-def action_noise(env, length: int, seed, purpose: str, iteration: int) -> torch.Tensor:
+def action_noise(
+    env, length: int, seed, purpose: str, iteration: int, words: Callable = rng.words
+) -> torch.Tensor:
     """Noise for sampling the actions of `length` steps, float32 [length, N, numbers per action]."""
     shape = (length, env.num_envs, env.distribution.numbers(env.num_actions))
-    return env.distribution.noise(rng.rows(seed, purpose, iteration, shape, env.device))
+    numbers = rng.rows(seed, purpose, iteration, shape, env.device, words=words)
+    return env.distribution.noise(numbers)
 
 
 def sampler_of(env):
@@ -223,6 +227,8 @@ class Collector:
         torch.Size([8, 4])
     """
 
+    words = staticmethod(rng.words)  # draws the noise; or a kernel in its place
+
     def __init__(
         self,
         env,
@@ -262,7 +268,7 @@ class Collector:
             return self._collect()
 
     def _collect(self) -> Rollout:
-        noise = action_noise(self.env, self.length, self.seed, "actions", self.rollouts)
+        noise = action_noise(self.env, self.length, self.seed, "actions", self.rollouts, self.words)
         starts = self.env.draw(self.length)
         self.rollouts += 1
         state_before = self.state

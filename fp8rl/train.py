@@ -14,7 +14,6 @@ a machine. `iterate` is the loop over iterations; an iteration is `Run.iteration
 
 import contextlib
 import copy
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -36,9 +35,8 @@ from .losses import (
     actor_critic_loss,
     no_all_reduce,
     statistics_of_all,
-    vtrace_fast,
+    vtrace,
 )
-from .model import ActorCritic
 from .precision import PRECISIONS, Precision, StepReport
 from .replay.ring import ReplayBuffer
 from .returns import EpisodeReturns, RewardScale
@@ -48,7 +46,6 @@ from .rollout import Collector, Rollout, check_extremes, extremes, require_dummy
 # What an update measures: the statistics of its loss and of its gradient step.
 OF_UPDATE = (*STATISTICS, *StepReport._fields)
 PATIENCE = 20  # consecutive iterations without a finite gradient before a run gives up
-ADAM_EPS = 1e-5
 
 
 def forward_pass(model: nn.Module, batch: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,8 +89,7 @@ class Learner:
     `reward_scale`     the scale of rewards; with None, the learner makes one at the first rollout
                        that it watches, for as many environments as this rollout has
     `all_reduce`       sums tensors over the processes that train together
-    `forward`          computes outputs and values: `forward_pass`, or a faster form of it
-    `compute_targets`  `losses.vtrace_fast`, or a function with the same arguments
+    `compute_targets`  `losses.vtrace`, or a function with the same arguments
     `gradients`        `gradients_by_autograd`, or a faster form of it
     """
 
@@ -105,8 +101,7 @@ class Learner:
         optimizer: torch.optim.Optimizer,
         reward_scale: RewardScale | None = None,
         all_reduce: Callable = no_all_reduce,
-        forward: Callable = forward_pass,
-        compute_targets: Callable = vtrace_fast,
+        compute_targets: Callable = vtrace,
         gradients: Callable = gradients_by_autograd,
     ):
         if isinstance(coefficients, Config):
@@ -117,7 +112,6 @@ class Learner:
         self.optimizer = optimizer
         self.reward_scale = reward_scale
         self.all_reduce = all_reduce
-        self.forward = forward
         self.compute_targets = compute_targets
         self.gradients = gradients
         self.device = precision.device
@@ -169,7 +163,7 @@ class Learner:
         """The loss of a batch, which may be on any device, and what it has measured."""
         batch = self.prepared(batch)
         with self.precision.autocast():
-            outputs, values = self.forward(self.model, batch)
+            outputs, values = forward_pass(self.model, batch)
         return actor_critic_loss(
             outputs, values, batch, self.coefficients, self.all_reduce, self.compute_targets
         )
@@ -244,7 +238,7 @@ class Immediate:
     """Runs an iteration and reads its measurements at once.
 
     Another object with these methods may let a GPU run ahead of the host, and read measurements
-    later (machine/cuda_graphs.py).
+    later (machine/gpu/cuda_graphs.py).
     """
 
     unread = 0  # number of iterations that were launched and whose measurements were not read yet
@@ -579,87 +573,6 @@ def progress_text(row: dict[str, float]) -> str:
     parts.append(f"{row['steps'] / row['seconds']:,.0f} steps/s")
     parts.append(f"loss scale {row['loss_scale']:g}")
     return ", ".join(parts)
-
-
-class Adam(torch.optim.Adam):
-    """torch's Adam, without an import that would delay the start by more than a second, and with
-    fewer calls on a CPU.
-
-    torch wraps these methods for `torch.compile`, which this package does not use. The wrappers
-    import all of `torch._dynamo` at their first call. Without them the methods compute the same
-    numbers, and hooks of optimizers are still called.
-
-    torch also counts the steps of each parameter in a tensor of its own, and adds 1 to each of
-    them. Here the counts are entries of one tensor, while all parameters take the same steps.
-    """
-
-    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
-    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
-    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
-    load_state_dict = inspect.unwrap(torch.optim.Adam.load_state_dict)
-    plain_step = inspect.unwrap(torch.optim.Adam.step)
-
-    @torch.no_grad()  # as in the wrapper of torch's `step`
-    def step(self, closure=None):
-        """Like torch's `step`, which is `plain_step`."""
-        group, *other_groups = self.param_groups
-        parameters = group["params"]
-        states = [self.state[p] for p in parameters if p.grad is not None and p in self.state]
-        options = ("amsgrad", "maximize", "decoupled_weight_decay", "differentiable")
-        on_gpu = parameters[0].is_cuda
-        unusual = other_groups or closure or on_gpu or any(group[name] for name in options)
-        # At the first step there are no states yet, and what is frozen has no gradient.
-        if unusual or not group["fused"] or len(states) < len(parameters):
-            return self.plain_step(closure)
-        counts = joint_counts(states)
-        counts.add_(1)
-        beta1, beta2 = group["betas"]
-        found_inf = getattr(self, "found_inf", None)  # of a GradScaler, as `grad_scale`
-        torch._fused_adam_(
-            parameters,
-            [p.grad for p in parameters],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            amsgrad=False,
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=found_inf,
-        )
-        if found_inf is not None:
-            counts.sub_(found_inf)
-        return None
-
-
-def joint_counts(states: list[dict]) -> torch.Tensor:
-    """The step counts of parameters as one tensor [parameters], whose entries are in `states`."""
-    counts = states[0]["step"]._base
-    joint = counts is not None and len(counts) == len(states)
-    if not joint or any(state["step"]._base is not counts for state in states):
-        counts = torch.stack([state["step"] for state in states])
-        for i, state in enumerate(states):
-            state["step"] = counts[i]
-    return counts
-
-
-def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> Adam:
-    """torch's fused Adam for a model's parameters.
-
-    On CUDA its step counts and learning rate are on the device, so that a step never waits for the
-    host. `capturable` is torch's option of this name.
-    """
-    device = model.actor.weight.device
-    if device.type == "cuda":
-        learning_rate = torch.tensor(learning_rate, dtype=torch.float32, device=device)
-    return Adam(
-        model.parameters(), lr=learning_rate, eps=ADAM_EPS, fused=True, capturable=capturable
-    )
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:

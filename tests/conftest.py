@@ -56,19 +56,20 @@ def settings_of_process() -> dict:
     import torch
     from torch.optim import optimizer
 
-    from fp8rl import kernels, precision
+    from fp8rl import precision
 
-    matmuls = [precision.ALL_BACKENDS, *precision.MATMUL_SWITCH.values()]
     signals = signal.valid_signals() - {signal.SIGCHLD}  # torch's data loader takes it for good
     return {
         "cores": cores(),
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
         "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        "autocast": [torch.is_autocast_enabled(device) for device in precision.MATMUL_SWITCH],
-        "matmuls": [precision.get_switch(*matmul) for matmul in matmuls],
+        "autocast": [torch.is_autocast_enabled(device) for device in precision.MATMULS],
+        "matmuls": [
+            torch.backends.fp32_precision,
+            *(matmuls.fp32_precision for matmuls in precision.MATMULS.values()),
+        ],
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "kernels": (kernels.DEVICE, {**kernels.KERNELS}),
         "hooks before steps": [*optimizer._global_optimizer_pre_hooks.values()],
         "hooks after steps": [*optimizer._global_optimizer_post_hooks.values()],
         "garbage collection": gc.isenabled(),

@@ -24,7 +24,6 @@ from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.disk.mapped_ring import MappedRing
 from fp8rl.env import STATE_BOUNDS
-from fp8rl.machine.reused_forward import Reuse
 from fp8rl.precision import Precision
 from fp8rl.replay.ring import ReplayBuffer
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
@@ -182,15 +181,6 @@ def cli_into(said: Path, *arguments) -> None:
     with said.open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     run_cli(*arguments)
-
-
-def reusing(run: Run) -> Run:
-    """The run, which now learns from the forward passes that acted, as one with many environments
-    does by itself."""
-    reuse = Reuse(run.learner.model, run.learner.precision)
-    run.collector.loop = reuse
-    run.learner.forward = reuse.forward
-    return run
 
 
 def resumed(path, machine=HERE) -> Run:

@@ -8,17 +8,17 @@ import pytest
 import torch
 from helpers import TINY, refused, trained, weights
 
-from fp8rl import build as composition
 from fp8rl.build import Machine, build, build_population
 from fp8rl.config import Config
-from fp8rl.machine import acting
+from fp8rl.machine.gpu import install
+from fp8rl.machine.gpu.install import as_population
 from fp8rl.population.networks import Agents
 from fp8rl.rollout import unroll
 from fp8rl.tasks.classic_control import CartPole
 from fp8rl.train import Run
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
-acting_kernel = pytest.importorskip("fp8rl.machine.acting_kernel")
+acting_kernel = pytest.importorskip("fp8rl.machine.gpu.acting_kernel")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 short = functools.partial(Config, **TINY)  # the interpreter takes long
 # Of the interpreter's NumPy
@@ -42,7 +42,7 @@ def pair(configs, max_steps=None) -> list[Run]:
     plain, kernel = (run.collector for run in found)
     act = Agents.acting
     if not many:
-        act = functools.partial(acting.as_population, precision=kernel.precision.name)
+        act = functools.partial(as_population, precision=kernel.precision.name)
     plain.loop, kernel.loop = unroll, acting_kernel.Fused(kernel.env, kernel.model, act)
     return found
 
@@ -242,9 +242,7 @@ PLAIN = [
 
 
 def test_a_run_that_has_no_kernel_acts_step_by_step(monkeypatch):
-    # As on a GPU
-    with_kernels = lambda *own: acting_kernel.kernel_loop(*own) or unroll  # noqa: E731
-    monkeypatch.setattr(composition, "acting_loop", with_kernels)
+    monkeypatch.setattr(install, "kernels_run", lambda device: True)  # as on a GPU
     for options in ({}, {"precision": "fp8", "collect_precision": "bf16"}, *PLAIN):
         loop = build(short(**options), Machine(DEVICE)).collector.loop
         assert (loop is unroll) is (options in PLAIN), options

@@ -252,7 +252,6 @@ def test_a_table_of_speed_is_written(name, one_process, monkeypatch, tmp_path):
         "seconds_of": called_once,
         "available_precisions": lambda device: ["fp32"],
         "arithmetic": lambda device: "hardware",
-        "load_kernels": lambda device: None,
         "layer_steps": lambda *_: arms_of_a_layer,
         "measure": lambda journal, name, few, rounds: measure(journal, name, few[:2], rounds),
     }.items():

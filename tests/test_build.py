@@ -16,8 +16,8 @@ from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.disk.mapped_ring import MappedRing
 from fp8rl.env import Cart
+from fp8rl.machine.by_hand import ActorCriticByHand, NormalizedByHand
 from fp8rl.machine.plan import plan_run
-from fp8rl.machine.reused_forward import FastActorCritic, NormalizedFast
 from fp8rl.model import ActorCritic
 from fp8rl.normalization import NETWORKS
 from fp8rl.recurrent import RecurrentActorCritic
@@ -110,20 +110,20 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated_or_written(
 def test_a_plan_says_of_what_a_run_is_made():
     plain = plan_run(small())
     assert (plain.environment, plain.num_envs, plain.slices) == ("cart", 16, 16)
-    assert (plain.network, plain.acting_precision) == (FastActorCritic, "fp32")
-    assert (plain.places, plain.acting_loop) == ({}, "kernel")
+    assert (plain.network, plain.acting_precision) == (ActorCriticByHand, "fp32")
+    assert (plain.places, plain.acts_by_kernel) == ({}, True)
     assert not (plain.actor_is_copy or plain.evaluated_is_copy or plain.clips_by_learner)
-    assert not (plain.uses_graph or plain.reuses_forward) and plain.ring_folder is None
+    assert not plain.uses_graph and plain.ring_folder is None
     acting = {"collect_precision": "fp8"}
     clips = {"acting_precision": "fp8", "actor_is_copy": True, "clips_by_learner": True}
-    unrolled = {"acting_loop": "unroll"}
+    unrolled = {"acts_by_kernel": False}
     gymnasium = {"environment": "gymnasium", "vectorization": "async"}
     for fields, machine, processes, expected in (
         ({}, {"fast_forward": False}, 1, unrolled | {"network": ActorCritic}),
         ({"encoder": "gru"}, {}, 1, unrolled | {"network": RecurrentActorCritic}),
-        ({"normalize_obs": True}, {}, 1, unrolled | {"network": NormalizedFast}),
+        ({"normalize_obs": True}, {}, 1, unrolled | {"network": NormalizedByHand}),
         ({"formats": "m=e4m3"}, {}, 1, unrolled | {"places": places_of("m=e4m3")}),
-        ({"env_id": "CartPole-v1"}, {}, 1, {"environment": "task", "acting_loop": "kernel"}),
+        ({"env_id": "CartPole-v1"}, {}, 1, {"environment": "task", "acts_by_kernel": True}),
         ({"env_id": "CartPole-v1"}, {"vectorization": "async"}, 1, unrolled | gymnasium),
         (acting, {}, 1, clips),
         (acting | {"clip_by": "actor"}, {}, 1, {"clips_by_learner": False}),

@@ -1,18 +1,21 @@
-"""Gradients by hand against those of autograd."""
+"""Acting and gradients by hand against the plain network and autograd."""
 
 import copy
 
 import pytest
 import torch
-from helpers import reusing
+from helpers import same, small
 
+from fp8rl import fp8
 from fp8rl.build import build, build_population
-from fp8rl.config import Config
+from fp8rl.config import EIGHT_BIT, Config
 from fp8rl.distribution import Categorical, Gaussian
 from fp8rl.losses import actor_critic_loss, loss_gradients, statistics_of
 from fp8rl.machine import by_hand
-from fp8rl.machine.by_hand import can_be_written_out, gradients_by_hand
-from fp8rl.precision import joint_gradient
+from fp8rl.machine.by_hand import ActorCriticByHand, can_be_written_out, gradients_by_hand
+from fp8rl.machine.gpu.install import as_population
+from fp8rl.model import ActorCritic
+from fp8rl.precision import Precision, joint_gradient
 from fp8rl.train import gradients_by_autograd
 
 SHORT = dict(num_envs=4, rollout_length=16, slice_length=16, batch_size=64, steps=1000)
@@ -88,22 +91,6 @@ def test_many_rows_are_computed_in_blocks(monkeypatch):
         found, _ = gradients(run.learner, batch, gradients_by_hand)
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7)
-
-
-def test_forward_passes_of_acting_are_used_once_and_only_for_their_rollout():
-    run = reusing(build(Config(**SHORT)))
-    run.advance(0)
-    learner, newest = run.learner, run.collect()
-    reuse = learner.forward.__self__
-    assert reuse.has(newest)
-    learner.update(run.sample())  # changes the weights, so what has acted is forgotten
-    assert not reuse.has(newest)
-    require_equal(learner, newest)
-
-    newest = run.collect()
-    assert reuse.has(newest)
-    learner.update(newest)
-    assert not reuse.has(newest) and reuse.computed is None
 
 
 def test_they_are_those_of_autograd_for_agents_of_all_precisions():
@@ -251,3 +238,76 @@ def test_the_loss_has_the_gradients_that_are_written_out():
     torch.testing.assert_close(of_outputs, expected[0][:-1])
     torch.testing.assert_close(of_values, expected[1][:-1])
     assert not expected[0][-1].any() and not expected[1][-1].any()
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_it_acts_as_the_plain_network_bit_for_bit(layers):
+    plain, by_hand = (
+        network(layers=layers, generator=torch.Generator().manual_seed(0))
+        for network in (ActorCritic, ActorCriticByHand)
+    )
+    obs = torch.rand(16, 2)
+    for precision in (Precision("fp32"), Precision("bf16")):
+        with torch.no_grad(), precision.autocast():
+            assert torch.equal(by_hand.acting().policy(obs)[0], plain.policy(obs)[0])
+
+
+def test_layers_with_hooks_without_a_bias_or_of_another_type_are_called():
+    model, seen = ActorCriticByHand(hidden_size=16), []
+    hook = model.actor.register_forward_hook(lambda *_: seen.append("actor"))
+    model.acting().policy(torch.rand(3, 2))
+    assert seen == ["actor"]
+    hook.remove()
+    assert model.acting() is not model
+    fp8.convert_linears(model)
+    before = model.hidden[0].register_forward_pre_hook(lambda *_: seen.append("hidden"))
+    model.acting().policy(torch.rand(3, 2))
+    assert seen == ["actor", "hidden"]
+    before.remove()
+    register = torch.nn.modules.module.register_module_forward_hook
+    of_all_modules = register(lambda layer, *_: seen.append(layer))
+    model.acting().policy(torch.rand(3, 2))
+    of_all_modules.remove()
+    assert model.actor in seen and model.acting() is not model
+    model.hidden[0] = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(16, 16))
+    assert model.acting() is model
+    model = ActorCriticByHand()
+    model.actor = torch.nn.Linear(64, 2, bias=False)
+    assert model.acting() is model and as_population(model, "fp32") is None
+
+
+FP8 = {"precision": "fp8+bf16"}, {"normalize_obs": True}, {"formats": EIGHT_BIT["formats"]}
+
+
+@pytest.mark.parametrize("fields", FP8, ids=str)
+def test_a_rollout_in_fp8_is_that_of_the_modules(monkeypatch, fields):
+    runs = [build(small(**{"precision": "fp8", **fields})) for _ in range(2)]
+    for _ in range(2):
+        one = runs[0].collect()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(runs[1].model), "acting", ActorCritic.acting)
+            other = runs[1].collect()
+        assert same(one, other)
+        for run in runs:
+            run.learner.update(one)  # and the next is with new weights
+
+
+def test_a_kernel_for_a_rollout_takes_only_layers_that_are_as_the_precision_says():
+    for name in ("fp32", "fp8"):
+        model = Precision(name).prepare(ActorCriticByHand())
+        assert as_population(model, name)
+        assert as_population(model, "fp8" if name == "fp32" else "fp32") is None
+    model.hidden[0].forward_type = fp8.E5M2
+    assert as_population(model, "fp8") is None
+
+
+def test_a_copy_acts_with_weights_of_its_own():
+    model, obs = ActorCriticByHand(), torch.rand(5, 2)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.actor.bias.add_(torch.tensor([0.0, 1.0]))
+    before = twin.acting().policy(obs)[0]
+    torch.testing.assert_close(before, twin(obs)[0])
+    assert not torch.equal(before, model.acting().policy(obs)[0])
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin.acting().policy(obs)[0], model.acting().policy(obs)[0])

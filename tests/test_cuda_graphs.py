@@ -25,16 +25,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp8rl import build as machine_module
-from fp8rl import fp8, model, rng
+from fp8rl import model, rng
 from fp8rl.build import HERE, Machine, build, build_population
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
-from fp8rl.machine import cuda_graphs
+from fp8rl.machine.adam import adam
+from fp8rl.machine.gpu import cuda_graphs
 from fp8rl.population.population import by_agent
 from fp8rl.precision import available_precisions
 from fp8rl.replay.ring import ReplayBuffer
 from fp8rl.rollout import Collector, check_extremes, extremes
-from fp8rl.train import Run, adam, iterate
+from fp8rl.train import Run, iterate
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 ON_CUDA = pytest.mark.parametrize(
@@ -44,9 +45,7 @@ ON_CUDA = pytest.mark.parametrize(
 
 @pytest.fixture
 def graphed(monkeypatch):
-    """Runs make graphs on the CPU, too, of a given kind, with an Adam that a CPU has, and quantize
-    as on a GPU."""
-    monkeypatch.setattr(fp8, "is_plain_cpu_matrix", lambda x: False)
+    """Runs make graphs on the CPU, too, of a given kind, with an Adam that a CPU has."""
 
     def kind(graph: type) -> None:
         monkeypatch.setattr(cuda_graphs, "GRAPHED", ("cpu",))

@@ -7,8 +7,9 @@ import torch
 from fp8rl.distribution import Categorical
 from fp8rl.env import Cart
 from fp8rl.evaluate import evaluate, play, policy_of
-from fp8rl.machine.reused_forward import FAST_NETWORKS
+from fp8rl.machine.by_hand import NETWORKS_BY_HAND
 from fp8rl.model import ActorCritic
+from fp8rl.normalization import NETWORKS
 from fp8rl.precision import Precision, available_precisions
 from fp8rl.recurrent import RecurrentActorCritic
 
@@ -84,11 +85,11 @@ def test_it_computes_in_the_precision_that_is_given():
 
 @pytest.mark.parametrize("name", available_precisions())
 @pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("kind", FAST_NETWORKS)
+@pytest.mark.parametrize("kind", NETWORKS)
 def test_an_evaluation_plays_the_policy_bit_for_bit(kind, greedy, name):
     torch.manual_seed(1)
     precision = Precision(name)
-    model = precision.prepare(FAST_NETWORKS[kind]())
+    model = precision.prepare((NETWORKS | NETWORKS_BY_HAND)[kind]())
     env, other = Cart(20, seed=2), Cart(20, seed=2)
     with torch.no_grad():
         model.actor.weight.mul_(100)  # a policy that prefers one action

@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from helpers import random_rollout, refused
+from helpers import random_rollout
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +16,6 @@ from fp8rl.losses import (
     loss_gradients,
     statistics_of,
     vtrace,
-    vtrace_fast,
 )
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 
@@ -303,40 +302,3 @@ def test_actions_that_are_masked_out_have_no_part_in_the_loss(seed, actions, ent
         assert not found[..., -1].any()
     taken_before = rollout._replace(action=torch.full_like(rollout.action, actions))
     assert loss_of(more, values, taken_before)[1]["policy_loss"] == 0  # the ratio is 0, too
-
-
-@given(seeds, lengths, lambdas)
-def test_both_layouts_of_the_same_episodes_have_the_same_targets(seed, length, lam):
-    """Without its dummy rows, and with the values of final observations apart, a rollout is of the
-    SAME_STEP layout."""
-    values, log_ratios, rollout = random_rollout(seed, length, batch=1)
-    discounts, keep = discounts_of(rollout.flags, GAMMA).double(), rollout.valid[:, 0]
-    expected = vtrace(values, rollout.reward, discounts, log_ratios, rollout.valid, lam)
-    ended = rollout.ended
-    final_values = torch.where(ended, values[1:], torch.nan)
-    if ended[-1]:  # the row after it is not there yet, and may be anything
-        values = torch.cat((values[:-1], torch.full_like(values[:1], torch.nan)))
-    rows = torch.cat((keep, torch.ones(1, dtype=torch.bool)))
-    parts = (x[keep] for x in (rollout.reward, discounts, log_ratios, rollout.valid))
-    same_step = {"ended": ended[keep], "final_values": final_values[keep]}
-    found = vtrace(values[rows], *parts, lam, **same_step)
-    for x, y in zip(expected, found, strict=True):
-        torch.testing.assert_close(x[keep], y, atol=1e-12, rtol=0)
-    plain = (values, rollout.reward, discounts, log_ratios, rollout.valid)
-    refused("final_values is None", vtrace, *plain, ended=ended)
-    refused("ended is None", vtrace, *plain, final_values=final_values)
-
-
-@given(seed=st.integers(0, 1000), length=st.integers(1, 12), same_step=st.booleans())
-def test_the_fast_form_of_vtrace_is_the_plain_one(seed, length, same_step):
-    values, log_ratios, rollout = random_rollout(seed, length)
-    rewards = torch.where(rollout.valid, rollout.reward, torch.nan)  # dummy rows may be anything
-    discounts = discounts_of(rollout.flags, 0.9)
-    options = {}
-    if same_step:
-        options = {"ended": rollout.ended, "final_values": values[1:] + 1}
-    arguments = (values, rewards, discounts, log_ratios, rollout.valid, 0.95)
-    for plain, fast in zip(
-        vtrace(*arguments, **options), vtrace_fast(*arguments, **options), strict=True
-    ):
-        torch.testing.assert_close(fast, plain, rtol=1e-12, atol=1e-12)  # in float64

@@ -2,6 +2,7 @@
 
 import copy
 import doctest
+import functools
 import operator
 import pickle
 
@@ -17,9 +18,9 @@ from fp8rl.bits.low_bit_adam import LowBitAdam, seeded_noise
 from fp8rl.bits.packed_tensors import pack, unpack
 from fp8rl.bits.packed_weights import PackedParameter
 from fp8rl.bits.places import PlaceFormat
+from fp8rl.machine.adam import ADAM_EPS
 from fp8rl.population.optimizer import Adam
-from fp8rl.rng import rounding_noise
-from fp8rl.train import ADAM_EPS
+from fp8rl.rng import uniform
 
 EIGHT = {"weights": "e4m3:stochastic", "m": "e4m3", "root": "e4m3"}
 WAYS = [
@@ -130,7 +131,7 @@ def test_steps_are_those_of_a_population_of_one(formats):
     module, seed = network(), 5
     sizes = [p.numel() for p in module.parameters()]
     theta = nn.Parameter(row_of(module.parameters()))
-    noise = rounding_noise(seed)
+    noise = functools.partial(uniform, seed, "rounding")
     optimizer = LowBitAdam(module.parameters(), lr=2e-3, eps=ADAM_EPS, noise=noise, **formats)
     optimizer.pack_weights()
     optimizer.attach(module)  # whose step unpacks the weights, here without a forward pass

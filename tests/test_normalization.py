@@ -18,8 +18,7 @@ from fp8rl.disk import checkpoint
 from fp8rl.evaluate import evaluate
 from fp8rl.losses import no_all_reduce
 from fp8rl.machine.plan import plan_run
-from fp8rl.machine.reused_forward import FAST_NETWORKS
-from fp8rl.normalization import Normalized
+from fp8rl.normalization import NETWORKS, Normalized
 from fp8rl.train import iterate
 
 SIZES = np.array([1e3, 1.0, 1e-3, 1e-3])
@@ -55,7 +54,7 @@ def statistics(model) -> list[torch.Tensor]:
 def test_the_running_statistics_are_those_of_all_rows_at_once(lengths, size, offset, seed):
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(sum(lengths), 3, generator=generator) * size + offset
-    model = FAST_NETWORKS["mlp", True](3, 2)
+    model = NETWORKS["mlp", True](3, 2)
     for part in rows.split(lengths):
         model.add_observations(part, no_all_reduce)
         model.update_statistics()
@@ -71,16 +70,16 @@ def test_two_processes_have_the_statistics_of_both():
     found = []
     for own, other in (rows, rows.flip(0)):
         sums = []
-        FAST_NETWORKS["mlp", True](3, 2).add_observations(
+        NETWORKS["mlp", True](3, 2).add_observations(
             other, lambda tensors, sums=sums: sums.extend(tensors) or tensors
         )
-        model = FAST_NETWORKS["mlp", True](3, 2)
+        model = NETWORKS["mlp", True](3, 2)
         model.add_observations(
             own, lambda tensors, sums=sums: [x + y for x, y in zip(tensors, sums, strict=True)]
         )
         model.update_statistics()
         found.append(statistics(model))
-    whole = FAST_NETWORKS["mlp", True](3, 2)
+    whole = NETWORKS["mlp", True](3, 2)
     whole.add_observations(rows, no_all_reduce)
     whole.update_statistics()
     assert all(map(torch.equal, *found))
@@ -90,7 +89,7 @@ def test_two_processes_have_the_statistics_of_both():
 @pytest.mark.parametrize("encoder", ["mlp", "gru"])
 def test_it_is_the_plain_network_on_normalized_observations(encoder):
     torch.manual_seed(0)
-    plain, model = FAST_NETWORKS[encoder, False](4, 2), FAST_NETWORKS[encoder, True](4, 2)
+    plain, model = NETWORKS[encoder, False](4, 2), NETWORKS[encoder, True](4, 2)
     model.load_state_dict(plain.state_dict(), strict=False)
     obs = torch.randn(5, 3, 4) * torch.from_numpy(SIZES).float() + 7
     model.add_observations(obs, no_all_reduce)
@@ -98,15 +97,12 @@ def test_it_is_the_plain_network_on_normalized_observations(encoder):
     scaled = ((obs.double() - model.mean) / model.variance.double().sqrt()).float()
     for ours, theirs in zip(model(obs), plain(scaled), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    for name in ("policy", "step"):
-        for ours, theirs in zip(
-            getattr(model, name)(obs[0]), getattr(plain, name)(scaled[0]), strict=True
-        ):
-            assert ours is theirs is None or torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(model.policy(obs[0]), plain.policy(scaled[0]), strict=True):
+        assert ours is theirs is None or torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_a_feature_that_has_not_varied_is_0_and_a_far_one_is_clipped():
-    model = FAST_NETWORKS["mlp", True](3, 2)
+    model = NETWORKS["mlp", True](3, 2)
     rows = torch.tensor([[1e6, 0.0, 0.0], [1e6, 1.0, 0.0]])
     model.add_observations(rows, no_all_reduce)
     model.update_statistics()
@@ -131,7 +127,7 @@ def test_what_is_small_beside_its_mean_is_standardized(mean, size, dtype):
     """Also by a network that was saved. A constant feature of the same magnitude is 0."""
     sides = torch.randint(2, (600,), generator=torch.Generator().manual_seed(0)).double()
     rows = torch.stack((mean + size * sides, 0 * sides + mean + 1 / 3), dim=-1).to(dtype)
-    model, again = (FAST_NETWORKS["mlp", True](2, 2) for _ in range(2))
+    model, again = (NETWORKS["mlp", True](2, 2) for _ in range(2))
     for part in rows.split([10, 290, 300]):  # first the starts
         model.add_observations(part, no_all_reduce)
         model.update_statistics()

@@ -20,7 +20,6 @@ from helpers import (
     forked,
     refused,
     resumed,
-    reusing,
     small,
     trained,
 )
@@ -207,9 +206,8 @@ def test_a_part_around_a_part_is_seen_by_nobody():
     assert around.collector.calls == around.collector.inner.calls == around.config.iterations
 
 
-@pytest.mark.parametrize("made", [lambda run: run, reusing], ids=["plain", "reusing"])
-def test_a_copy_of_a_run_is_whole(made):
-    run = after(2, made(build(Config(**SHORT))))
+def test_a_copy_of_a_run_is_whole():
+    run = after(2, build(Config(**SHORT)))
     twin = copy.deepcopy(run)
     with torch.no_grad():
         twin.model.actor.bias += torch.tensor([100.0, 0.0])
@@ -219,9 +217,9 @@ def test_a_copy_of_a_run_is_whole(made):
 def test_layers_that_are_replaced_act_and_are_refused_if_the_optimizer_does_not_have_them():
     not_all = "optimizer does not have all of the model's parameters: build the run again"
     plain = build(Config(**SHORT))
-    reused = reusing(build(Config("fp8", **SHORT)))
+    in_fp8 = build(Config("fp8", **SHORT))
     in_few_bits = build(Config(formats="weights=e4m3:stochastic", **SHORT))
-    for run in (plain, reused, in_few_bits):
+    for run in (plain, in_fp8, in_few_bits):
         run.model.hidden[0] = nn.Linear(64, 64)
         refused(not_all, train, run, progress=False)
     obs = plain.env.obs

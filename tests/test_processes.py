@@ -59,7 +59,6 @@ RUNS = {
     "gru": small(**QUICK, encoder="gru", hide_velocity=True),
     "fp8": small(**QUICK, precision="fp8", batch_size=64, fresh_updates=0),
     "fp16": small(**QUICK, precision="fp16", replay_updates=0),
-    "reused": small(**QUICK | {"steps": 2 * 65_536}, num_envs=2048, capacity=2048 * 33),
 }
 STOPPED, MORE = 2, small(**QUICK, codec="int8", encoder="gru")
 # Updates on given rollouts. Sums in another order move the weights by 1e-7; where a ReLU stands

@@ -62,7 +62,7 @@ def test_every_import_is_one_of_a_module():
 
 
 AGENT = "config env distribution model recurrent normalization precision fp8 rng rollout losses"
-AGENT += " returns history evaluate train kernels state constants recurrence"
+AGENT += " returns history evaluate train state constants recurrence"
 
 
 def test_the_agent_stands_on_itself_formats_and_the_ring():

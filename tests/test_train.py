@@ -16,7 +16,6 @@ from helpers import (
     log_probabilities,
     noise,
     refused,
-    reusing,
     small,
     trained,
     weights,
@@ -27,6 +26,7 @@ from fp8rl.config import Config
 from fp8rl.disk.restore import restore
 from fp8rl.env import Cart
 from fp8rl.evaluate import Evaluator
+from fp8rl.machine.adam import Adam
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.replay import ReplayBuffer
@@ -34,7 +34,7 @@ from fp8rl.replay.layouts import transitions_of
 from fp8rl.returns import RewardScale
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Collector
 from fp8rl.tasks.environments import make_cart
-from fp8rl.train import OF_UPDATE, Adam, Learner, iterate, statistics_of_updates, train
+from fp8rl.train import OF_UPDATE, Learner, iterate, statistics_of_updates, train
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
@@ -96,14 +96,13 @@ class Noting(Wrapper):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("which", ["obs", "reward"])
-@pytest.mark.parametrize("made", [lambda run: run, reusing], ids=["plain", "reusing"])
-def test_what_is_not_finite_never_reaches_weights_or_ring(made, which, bad):
+def test_what_is_not_finite_never_reaches_weights_or_ring(which, bad):
     def spoil(rollout):
         if len(run.history) == 2:
             getattr(rollout, which)[5, 1] = bad
         return rollout
 
-    run, seen = made(build(Config(**SHORT))), []
+    run, seen = build(Config(**SHORT)), []
     run.collector = Changed(run.collector, spoil)
     with pytest.raises(ValueError, match=f"^{which} from the environment is not finite: fix"):
         seen.extend(weights(each) for each in iterate(run))
@@ -112,16 +111,11 @@ def test_what_is_not_finite_never_reaches_weights_or_ring(made, which, bad):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_update_lowers_the_loss_and_may_take_a_forward_pass_that_is_done(precision):
-    one, other = learner(precision), learner(precision)
+def test_an_update_lowers_the_loss(precision):
+    one = learner(precision)
     batch = Collector(Cart(16, 0.5), one.model, one.precision, 32).collect(one.model)
-    with one.precision.autocast():
-        computed = one.model(batch.obs)
-    one.forward = lambda model, batch: computed
-    first, second = (statistics_of_updates([x.update(batch)]) for x in (one, other))
-    assert first.shape == (1, len(OF_UPDATE)) and torch.equal(first, second)
-    assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
-    losses = [other.update(batch).loss.value_loss.item() for _ in range(50)]
+    assert statistics_of_updates([one.update(batch)]).shape == (1, len(OF_UPDATE))
+    losses = [one.update(batch).loss.value_loss.item() for _ in range(50)]
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -151,40 +145,6 @@ def test_adam_is_torch_s_without_its_slow_import(monkeypatch):
     weights, optimizer, calls = trained(Adam)
     assert all(map(torch.equal, weights, expected)) and calls == 3
     assert copy.deepcopy(optimizer).state_dict().keys() == {"state", "param_groups"}
-
-
-OPTIONS = (
-    {},
-    {"weight_decay": 0.1},
-    {"weight_decay": 0.5, "decoupled_weight_decay": True},
-    {"amsgrad": True},
-    {"maximize": True},
-)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_adam_is_torch_s_with_all_options_and_if_parameters_take_different_steps(options):
-    found = []
-    for kind in (torch.optim.Adam, Adam):
-        model = ActorCritic(generator=torch.Generator().manual_seed(0))
-        first = next(model.parameters())
-        optimizer = kind(model.parameters(), 1e-2, fused=True, **options)
-        for step in range(8):
-            if step == 4:  # as a GradScaler does at a gradient that is not finite
-                optimizer.found_inf = torch.ones(())
-            optimizer.zero_grad()
-            sum(p.square().sum() for p in model.parameters()).backward()
-            if step == 2:
-                first.grad = None
-            if step == 6:
-                optimizer.param_groups[0]["params"].remove(first)
-            optimizer.step()
-            optimizer.found_inf = None
-            if step == 5:
-                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        steps = [state["step"] for state in optimizer.state.values()]
-        found.append([*model.parameters(), *steps])
-    assert all(map(torch.equal, *found))
 
 
 def test_the_learning_rate_is_set_where_the_optimizer_keeps_it():

@@ -20,8 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from fp8rl.config import Config
 from fp8rl.rollout import action_noise
-from fp8rl.machine import acting_kernel
-from fp8rl.machine.acting import as_population
+from fp8rl.machine.gpu import acting_kernel
+from fp8rl.machine.gpu.install import as_population
 from fp8rl.build import build
 from fp8rl.population.networks import Agents
 from fp8rl.build import build_population
@@ -58,7 +58,7 @@ INSTEAD_OF_MANY_LAUNCHES = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fp8rl.machine.triton_kernels import COLUMNS, PAIRS, draw, recur
+from fp8rl.machine.gpu.triton_kernels import COLUMNS, PAIRS, draw, recur
 
 def compiled(kernel, kinds, **constants):
     signature = dict(zip(kernel.arg_names, kinds.split(), strict=True))
@@ -77,7 +77,7 @@ QUANTIZING = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fp8rl.machine import triton_quantize
+from fp8rl.machine.gpu import triton_quantize
 
 def compile(kernel, constants, capability, **types):
     signature = {p.name: "constexpr" if p.name in constants else types.get(p.name, "i32") for p in kernel.params}

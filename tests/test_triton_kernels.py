@@ -3,43 +3,30 @@ interpreter (conftest.py)."""
 
 import pytest
 import torch
-from helpers import random_rollout, small, trained
-from hypothesis import HealthCheck, given, settings
+from helpers import random_rollout, small, trained, weights
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8rl import kernels, rng
-from fp8rl.build import build_population
+from fp8rl import rng
+from fp8rl.build import Machine, build, build_population
 from fp8rl.losses import discounts_of, no_all_reduce, vtrace
-from fp8rl.machine import hardware
+from fp8rl.machine.gpu import install
 from fp8rl.population.population import by_agent
 from fp8rl.returns import RewardScale
 from fp8rl.rollout import TERMINATED, TRUNCATED, Rollout
 
 pytest.importorskip("triton", reason="triton is not installed")
-triton_kernels = pytest.importorskip("fp8rl.machine.triton_kernels")
+triton_kernels = pytest.importorskip("fp8rl.machine.gpu.triton_kernels")
+acting_kernel = pytest.importorskip("fp8rl.machine.gpu.acting_kernel")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Of the interpreter's NumPy
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")]
 pytestmark += [pytest.mark.cuda] * torch.cuda.is_available()
 # The interpreter takes long
-few = settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=10)
 fewer = settings(few, max_examples=5)
 ONES = 0xFFFFFFFF
 words = st.integers(0, ONES)
-
-
-@pytest.fixture
-def used(monkeypatch):
-    """Switches between plain code and the kernels, on a CPU too."""
-
-    def use(use_kernels: bool) -> None:
-        monkeypatch.setattr(kernels, "DEVICE", DEVICE if use_kernels else "none")
-
-    monkeypatch.setattr(
-        kernels, "KERNELS", {"words": triton_kernels.words, "recurrence": triton_kernels.recurrence}
-    )
-    use(True)
-    return use
 
 
 @fewer
@@ -64,26 +51,24 @@ def test_words_are_those_of_plain_code(seeds, iteration, count, purpose):
         (several, steps),
         (strided, each),
     ):
-        found = triton_kernels.words(seed, rng.PURPOSES.index(purpose), x, count, DEVICE)
+        found = triton_kernels.words(seed, purpose, x, count, DEVICE)
+        found = found if isinstance(seed, torch.Tensor) else found.unsqueeze(0)
         seed, x = (y.cpu() if isinstance(y, torch.Tensor) else y for y in (seed, x))
         expected = rng._words(seed, purpose, x, count, "cpu").view("int32")
         assert found.dtype == torch.int32 and found.device.type == DEVICE
         assert found.tolist() == expected.tolist()
 
 
-def test_random_numbers_are_drawn_with_the_kernel(used):
-    several = torch.tensor([0, 7, ONES], device=DEVICE)
+def test_random_numbers_are_drawn_with_the_kernel():
+    several, iteration = torch.tensor([0, 7, ONES], device=DEVICE), torch.tensor(3, device=DEVICE)
     for seed in (7, several):
-        drawn = []
-        for use_kernels in (False, True):
-            used(use_kernels)
-            iteration = torch.tensor(3, device=DEVICE) if use_kernels else 3
-            drawn.append(rng.uniform(seed, "starts", iteration, (5, 3), DEVICE))
-        assert drawn[0].shape == drawn[1].shape and torch.equal(*drawn)
-    # By the kernel, whatever the device
-    assert isinstance(rng.words(7, "starts", 3, 5, DEVICE), torch.Tensor)
+        plain = rng.uniform(seed, "starts", 3, (5, 3), DEVICE)
+        by_kernel = rng.uniform(
+            seed, "starts", iteration, (5, 3), DEVICE, words=triton_kernels.words
+        )
+        assert plain.shape == by_kernel.shape and torch.equal(plain, by_kernel)
     with pytest.raises(RuntimeError):
-        triton_kernels.words(several, 0, several[:2], 3, DEVICE)
+        triton_kernels.words(several, "starts", several[:2], 3, DEVICE)
 
 
 def plain(added, kept, begun, reverse):
@@ -130,27 +115,18 @@ def test_what_is_not_finite_is_kept_as_the_plain_loop_keeps_it(reverse):
 
 @few
 @given(seed=st.integers(0, 1000), length=st.integers(1, 12), lam=st.sampled_from([0.0, 0.95, 1.0]))
-def test_vtrace_is_that_of_plain_code(used, seed, length, lam):
+def test_vtrace_is_that_of_plain_code(seed, length, lam):
     values, log_ratios, rollout = random_rollout(seed, length)
     numbers = values.float(), rollout.reward.float(), discounts_of(rollout.flags, 0.9)
     arguments = [x.to(DEVICE) for x in (*numbers, log_ratios.float(), rollout.valid)]
-    found = []
-    for use_kernels in (False, True):
-        used(use_kernels)
-        found.append(vtrace(*arguments, lam))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
-    gradients = []
-    for use_kernels in (False, True):  # the kernel has none
-        used(use_kernels)
-        learned = arguments[0].clone().requires_grad_()
-        vtrace(learned, *arguments[1:], lam).value.square().sum().backward()
-        gradients.append(learned.grad)
-    assert torch.equal(*gradients)
+    found = vtrace(*arguments, lam, recurrence=triton_kernels.recurrence)
+    torch.testing.assert_close(found, vtrace(*arguments, lam), rtol=1e-5, atol=1e-6)
 
 
-def test_the_scale_of_rewards_is_that_of_plain_code(used):
+def test_the_scale_of_rewards_is_that_of_plain_code():
     numbers = torch.Generator().manual_seed(0)
     scales = [RewardScale((2, 3), DEVICE) for _ in range(2)]
+    scales[1].recurrence = triton_kernels.recurrence
     gamma = torch.tensor([[0.9], [0.5]], device=DEVICE)
     kinds = torch.tensor([0, 0, 0, TERMINATED, TRUNCATED]).byte()
     for length, last in ((7, 0.0), (1, 0.0), (4, 0.0), (4, torch.inf)):
@@ -158,42 +134,53 @@ def test_the_scale_of_rewards_is_that_of_plain_code(used):
         rewards = torch.randn(length, 6, generator=numbers).to(DEVICE)
         rewards[-1, 4] += last
         rollout = by_agent(Rollout(None, None, rewards, flags, None), 2)
-        for scale, use_kernels in zip(scales, (False, True), strict=True):
-            used(use_kernels)
+        for scale in scales:
             scale.add(rollout, gamma, no_all_reduce)
         torch.testing.assert_close(*(scale.state_dict() for scale in scales), equal_nan=True)
 
 
-def test_a_population_learns_with_them(used):
-    configs = [small(steps=512, eval_every=0, eval_episodes=2, seed=seed) for seed in (1, 2)]
+@pytest.mark.parametrize("agents", [1, 2])
+def test_a_run_and_a_population_learn_with_them(monkeypatch, agents):
+    fields = {"steps": 512, "eval_every": 0, "eval_episodes": 2}
+    fields |= {"formats": "weights=bf16:stochastic targets=bf16:stochastic"} if agents > 1 else {}
+    configs = [small(**fields, seed=seed) for seed in range(agents)]
     runs = []
-    for use_kernels in (False, True):
-        used(False)
-        runs.append(build_population(configs, DEVICE))
-        used(use_kernels)
-        trained(runs[-1])
-    torch.testing.assert_close(runs[1].model.theta, runs[0].model.theta, rtol=1e-3, atol=1e-4)
+    for run_here in (False, True):
+        monkeypatch.setattr(install, "kernels_run", lambda device, here=run_here: here)
+        monkeypatch.setattr(acting_kernel, "kernel_loop", lambda *_: None)
+        if agents > 1:
+            run = build_population(configs, DEVICE)
+            parts = (run.learner.optimizer, run.learner.compute_targets)
+        else:
+            run = build(configs[0], Machine(DEVICE))
+            parts = ()
+        for part in (run.env, run.collector, run.ring, *parts):
+            assert (part.words is triton_kernels.words) is run_here
+        recurrence = run.learner.reward_scale.recurrence
+        assert (recurrence is triton_kernels.recurrence) is run_here
+        runs.append(weights(trained(run)))
+    # Stochastic rounding may make a step of bfloat16 of a difference
+    tolerance = 1e-2 if agents > 1 else 1e-3
+    torch.testing.assert_close(runs[1], runs[0], rtol=tolerance, atol=0.1 * tolerance)
 
 
-def test_kernels_that_do_not_run_here_are_not_used(used, monkeypatch):
-    assert hardware.load_kernels("cpu") is False
-    assert hardware.load_kernels(DEVICE) is (DEVICE == "cuda")
-    assert triton_kernels.install_kernels(DEVICE)
-    assert set(kernels.KERNELS) == {"words", "recurrence"}
+def test_kernels_that_do_not_run_here_are_not_used(monkeypatch):
+    assert install.kernels_run("cpu") is False
+    assert install.kernels_run(DEVICE) is (DEVICE == "cuda")
+    assert triton_kernels.try_kernels(DEVICE)
     monkeypatch.setattr(triton_kernels, "recur", None)
     with pytest.warns(UserWarning, match="a kernel for many does not run here"):
-        assert not triton_kernels.install_kernels(DEVICE)
-    assert not kernels.KERNELS and kernels.kernel("words", torch.device(DEVICE)) is None
+        assert not triton_kernels.try_kernels(DEVICE)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_graph_draws_other_words_in_every_replay():
     iteration, seed = torch.tensor(2**31 - 2, device=DEVICE), torch.tensor([5, ONES], device=DEVICE)
-    triton_kernels.words(seed, 1, iteration, 9, DEVICE)  # compiled before the capture
+    triton_kernels.words(seed, rng.PURPOSES[1], iteration, 9, DEVICE)  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = triton_kernels.words(seed, 1, iteration, 9, DEVICE)
+        found = triton_kernels.words(seed, rng.PURPOSES[1], iteration, 9, DEVICE)
         iteration += 1
     for i in range(4):
         graph.replay()

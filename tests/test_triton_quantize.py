@@ -7,11 +7,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fp8rl import fp8, kernels
+from fp8rl import fp8
 from fp8rl.fp8 import E4M3, E5M2, Float8Linear, Quantized
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
-triton_quantize = pytest.importorskip("fp8rl.machine.triton_quantize")
+triton_quantize = pytest.importorskip("fp8rl.machine.gpu.triton_quantize")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Of the interpreter's NumPy
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")]
@@ -19,11 +19,10 @@ pytestmark += [pytest.mark.cuda] * torch.cuda.is_available()
 FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2])
 
 
-@pytest.fixture
-def here(monkeypatch):
-    """Kernels are used on the device of these tests."""
-    monkeypatch.setattr(kernels, "DEVICE", DEVICE)
-    monkeypatch.setattr(kernels, "KERNELS", {"quantize": triton_quantize.quantize})
+def with_kernel(layer: Float8Linear) -> Float8Linear:
+    """The layer on the device of these tests, where it quantizes with the kernel."""
+    layer.in_layouts = triton_quantize.in_layouts
+    return layer.to(DEVICE)
 
 
 # Quantizing
@@ -114,8 +113,8 @@ def results(layer: Float8Linear, x: torch.Tensor, grad: torch.Tensor) -> list[to
 
 
 @pytest.mark.parametrize("rows, source", [(1, torch.float32), (150, torch.bfloat16)])
-def test_a_layer_computes_with_it_what_it_computes_without(here, monkeypatch, rows, source):
-    layer = Float8Linear(32, 80).to(DEVICE)
+def test_a_layer_computes_with_it_what_it_computes_without(monkeypatch, rows, source):
+    layer = with_kernel(Float8Linear(32, 80))
     x, grad = torch.randn(rows, 32, device=DEVICE).to(source), torch.randn(rows, 80, device=DEVICE)
     calls = noted(monkeypatch)
     found = results(layer, x, grad)
@@ -125,38 +124,27 @@ def test_a_layer_computes_with_it_what_it_computes_without(here, monkeypatch, ro
         assert torch.equal(layer(x), found[0]) and calls[3:] == 2 * [(True, False)]
     layer(x).backward(grad)  # a first layer, whose input is data
     assert calls[5:] == [(True, True), (True, False), (False, True)]
-    monkeypatch.delitem(kernels.KERNELS, "quantize")
+    del layer.in_layouts
     assert all(map(torch.equal, found, results(layer, x, grad)))
 
 
 def noted(monkeypatch) -> list[tuple[bool, bool]]:
     """The layouts that each call of the kernel is asked for, from now on."""
-    calls, quantize = [], kernels.KERNELS["quantize"]
+    calls, quantize = [], triton_quantize.quantize
     with_note = lambda *args: calls.append(args[2:]) or quantize(*args)  # noqa: E731
-    monkeypatch.setitem(kernels.KERNELS, "quantize", with_note)
+    monkeypatch.setattr(triton_quantize, "quantize", with_note)
     return calls
 
 
-def test_with_a_scale_for_each_row_only_the_columns_are_its_work(here, monkeypatch):
-    layer = Float8Linear(32, 80).to(DEVICE)
-    layer.scales = "row"
-    x, grad = torch.randn(48, 32, device=DEVICE), torch.randn(48, 80, device=DEVICE)
-    calls = noted(monkeypatch)
-    found = results(layer, x, grad)
-    assert calls == [(False, True), (True, True), (False, True)]  # input, weight and gradient
-    monkeypatch.delitem(kernels.KERNELS, "quantize")
-    assert all(map(torch.equal, found, results(layer, x, grad)))
-
-
-def test_what_it_does_not_take_goes_the_plain_way(here):
+def test_what_it_does_not_take_goes_the_plain_way():
     layer, x, grad = (
-        Float8Linear(32, 48).to(DEVICE),
+        with_kernel(Float8Linear(32, 48)),
         torch.randn(20, 32, device=DEVICE),
         torch.randn(20, 48, device=DEVICE),
     )
     with pytest.raises(TypeError, match=r"x is torch\.float16"):
         layer(x.half())
-    assert fp8.in_layouts(torch.ones(0, 16, device=DEVICE), E4M3)[0].data.shape == (0, 16)
+    assert layer.in_layouts(torch.ones(0, 16, device=DEVICE), E4M3)[0].data.shape == (0, 16)
     # Compiled, or where this torch cannot trace a scaled matmul, with the kernel
     expected = results(layer, x, grad)
     torch.testing.assert_close(results(torch.compile(layer, backend="eager"), x, grad), expected)

@@ -19,8 +19,7 @@ the command says so.
     populations_cuda  the same on a GPU, launched one by one and as a graph
     widths_speed      units in a layer, in each precision, on one core, by the processor's time
     widths_cuda       the same on a GPU with 1,024 environments, by the clock, with the peak memory
-    processes         two ranks beside one, forward passes reused or repeated, and Gymnasium's
-                      environments in processes of their own
+    processes         two ranks beside one, and Gymnasium's environments in processes of their own
     placements        a CUDA graph beside eager launches; learner, actor and ring on each device
     fp8_layer         one square linear layer, forward and backward, in each precision, as a graph.
                       It needs a GPU with FP8: elsewhere float8 numbers are multiplied in float32
@@ -38,7 +37,6 @@ import contextlib
 import functools
 import itertools
 import json
-import math
 import os
 import re
 import shlex
@@ -51,7 +49,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import gymnasium
 import matplotlib.pyplot as plt
@@ -61,9 +58,9 @@ from torch import nn
 
 from fp8rl.build import HERE, Machine, build, build_population
 from fp8rl.config import Config
-from fp8rl.machine import plan
-from fp8rl.machine.cuda_graphs import WARMUP, Graphed
-from fp8rl.machine.hardware import arithmetic, cores, hardware, load_kernels
+from fp8rl.machine.gpu.cuda_graphs import WARMUP, Graphed
+from fp8rl.machine.gpu.install import quantize_by_kernel
+from fp8rl.machine.hardware import arithmetic, cores, hardware
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision, available_precisions
 from fp8rl.rollout import Collector
@@ -487,13 +484,6 @@ def collect(env_id: str, copies: int, vectorization: str, seed: int) -> dict[str
     return {vectorization: 32 * copies / seconds}
 
 
-def with_reuse(column: str, large: float, config: Config, seed: int) -> dict[str, float]:
-    """Training whose learner goes on from the forward passes that acted, or repeats them, whatever
-    the plan says."""
-    with mock.patch.object(plan, "LARGE", large):
-        return {column: steps_per_second(build(config))}
-
-
 def processes(options: argparse.Namespace) -> list[Table]:
     for name, env in {"Busy": Busy, "Waiting": Waiting}.items():
         gymnasium.register(f"{name}CartPole-v1", env, max_episode_steps=500)
@@ -514,13 +504,6 @@ def processes(options: argparse.Namespace) -> list[Table]:
         for envs, steps in {16: 76_800, 256: 491_520, 2048: 983_040}.items()
         for column, start in (("one process", ""), ("two ranks", two))
     ]
-    reusing = []
-    for envs, name in itertools.product((256, 512, 1024, 4096), ("fp32", "bf16")):
-        capacity = max(Config.capacity, 130 * envs)
-        config = Config(name, num_envs=envs, capacity=capacity, steps=10**9, eval_every=0)
-        for column, large in (("repeated", math.inf), ("reused", 0)):
-            measure = functools.partial(with_reuse, column, large, config)
-            reusing.append(Arm((f"{envs:,}", name), column, measure))
     return [
         Table(
             ("environment", "copies"),
@@ -534,12 +517,6 @@ def processes(options: argparse.Namespace) -> list[Table]:
             ranks,
             {"ratio": ("two ranks", "one process")},
             "Training, three updates on a rollout of 32 steps, steps per second:",
-        ),
-        Table(
-            ("environments", "precision"),
-            reusing,
-            {"ratio": ("reused", "repeated")},
-            "Training in one process, steps per second, by how the learner gets its forward passes:",
         ),
     ]
 
@@ -558,6 +535,7 @@ def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") ->
     def step_of(name):
         precision = Precision(name, device)
         layer = precision.prepare(nn.Sequential(nn.Linear(width, width)))
+        quantize_by_kernel(layer)
 
         def step():
             layer.zero_grad()
@@ -580,7 +558,6 @@ def time_layer(batch: int, width: int, seed: int) -> dict[str, float]:
 def fp8_layer(options: argparse.Namespace) -> list[Table]:
     if arithmetic("cuda") != "hardware":
         sys.exit("fp8_layer needs a CUDA device of compute capability 8.9 or higher")
-    load_kernels("cuda")
     arms = [
         Arm((f"{batch:,}", f"{width:,}"), "fp8", functools.partial(time_layer, batch, width))
         for batch in (1024, 4096, 16384, 65536)

@@ -1,4 +1,4 @@
-"""Where a run computes, and how fast: devices, memory, processes, CUDA graphs and kernels."""
+"""Where a run computes, and how fast: devices, memory, processes, and what a GPU needs."""
 
 from .machine import HERE, Machine
 

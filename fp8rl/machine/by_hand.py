@@ -1,25 +1,31 @@
-"""Gradients by hand, which on a CPU spares most of autograd's time.
+"""A plain network by hand, which on a CPU spares most of torch's time.
 
-With few rows, autograd takes longer to keep its records, and to go through them, than the
-arithmetic takes. `gradients_by_hand` puts the same gradients into the parameters as
+With few rows, calling modules takes longer than the arithmetic, and so does keeping the records of
+autograd and going through them. `ActorCriticByHand` acts without calling its modules, with the same
+numbers. `gradients_by_hand` puts the same gradients into the parameters as
 `train.gradients_by_autograd`, but for rounding. Those of the loss are written out for every network
 (`losses.loss_gradients`). Those of the layers are written out for a network of linear layers in
 float32; any other network is left to autograd.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
 from ..distribution import Gaussian
+from ..fp8 import Float8Linear
 from ..losses import Measured, loss_gradients
+from ..model import ActorCritic
+from ..normalization import Normalized
 from ..precision import Rules, joint_gradient
 from ..rollout import Rollout
 from ..train import Learner, forward_pass, gradients_by_autograd
-from .reused_forward import FastActorCritic, NormalizedFast, Reuse, has_hooks, needs_no_call
 
 # About so many rows are computed together, because results of more would leave the processor's
 # cache before they are read again.
@@ -27,6 +33,77 @@ ROWS = 2048
 LOSS = Learner.loss
 # The methods of a network that are written out here.
 METHODS = {"forward", "encode", "normalize", "heads", "outputs"}
+
+
+class ActorCriticByHand(ActorCritic):
+    """An ActorCritic that acts without calling its modules, where that makes no difference."""
+
+    def acting(self):
+        """The object whose `policy` acts in one rollout, with the weights as they are now.
+
+        It does not call the modules. In FP8 it quantizes the weights only once. It is made and used
+        in one autocast region.
+        """
+        layers = (self.inputs, *self.hidden, self.actor)
+        if not all(needs_no_call(layer, nn.Linear, Float8Linear) for layer in layers):
+            return self
+        *hidden, last = map(as_function, layers)
+
+        def policy(obs, state=None):
+            x = self.normalize(obs)
+            for layer in hidden:
+                x = layer(x).relu_()
+            return self.outputs(last(x)), None
+
+        return SimpleNamespace(policy=policy)
+
+
+class NormalizedByHand(Normalized, ActorCriticByHand):
+    """A network without memory that standardizes its observations and acts by hand."""
+
+
+# Networks by encoder and whether they standardize observations, in place of normalization.NETWORKS.
+NETWORKS_BY_HAND = {
+    ("mlp", False): ActorCriticByHand,
+    ("mlp", True): NormalizedByHand,
+}
+
+
+def needs_no_call(layer: nn.Module, *types: type) -> bool:
+    """Whether a layer is of one of these types, and computes the same without being called.
+
+    It does if it has a bias, a plain weight, no hooks, and no forward pass other than that of its
+    class.
+    """
+    if type(layer) not in types or type(layer.weight) is not nn.Parameter or layer.bias is None:
+        return False
+    return "forward" not in vars(layer) and not has_hooks(layer)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether there are hooks that must be called, of this module or of all modules."""
+    return nn.modules.module._has_any_global_hook() or any(
+        (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        )
+    )
+
+
+def as_function(layer: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A layer as a function of rows [N, inputs], for as long as its weights stay as they are now.
+
+    It is made in the autocast region in which it is used.
+    """
+    if isinstance(layer, Float8Linear):
+        return layer.held()
+    if torch.is_autocast_enabled(layer.weight.device.type):
+        # Autocast casts this weight once for all steps. It would cast a view of it at every step.
+        return functools.partial(linear, weight=layer.weight, bias=layer.bias)
+    weight, bias = layer.weight.t(), layer.bias
+    return lambda x: torch.addmm(bias, x, weight)
 
 
 def gradients_on(device: torch.device) -> Callable:
@@ -46,11 +123,11 @@ def gradients_by_hand(learner: Learner, batch: Rollout) -> Measured:
     if type(learner).loss is not LOSS or "loss" in vars(learner):
         return gradients_by_autograd(learner, batch)
     batch = learner.prepared(batch)
-    if not _take_what_acting_did(learner, batch) and can_be_written_out(learner):
+    if can_be_written_out(learner):
         with torch.no_grad(), learner.precision.autocast():
             return _gradients_of_plain_network(learner, batch)
     with learner.precision.autocast():
-        outputs, values = learner.forward(learner.model, batch)
+        outputs, values = forward_pass(learner.model, batch)
     of_outputs, of_values, measured = _of_loss(learner, outputs.detach(), values.detach(), batch)
     pairs = [(outputs[:-1], of_outputs), (values[:-1], of_values)]
     # Where all that an output depends on is frozen, there is nothing to compute.
@@ -69,14 +146,12 @@ def can_be_written_out(learner: Learner) -> bool:
     """Whether a learner's network is one of linear layers in float32 whose gradients are written
     out here: nothing of it was replaced, frozen, shared or given a hook."""
     model = learner.model
-    if type(model) not in (FastActorCritic, NormalizedFast) or not _is_known(learner.forward):
+    if type(model) not in NETWORKS_BY_HAND.values() or learner.precision.rules != Rules():
         return False
     if METHODS & vars(model).keys() or has_hooks(model):
         return False
-    if learner.precision.rules != Rules():
-        return False
     layers = (model.inputs, *model.hidden, model.actor, model.critic)
-    if not all(type(layer) is nn.Linear and needs_no_call(layer) for layer in layers):
+    if not all(needs_no_call(layer, nn.Linear) for layer in layers):
         return False
     parameters = parameters_of(model)
     return len(set(map(id, parameters))) == len(parameters) and all(
@@ -85,21 +160,7 @@ def can_be_written_out(learner: Learner) -> bool:
     )
 
 
-def _is_known(forward: Callable) -> bool:
-    """Whether a learner's forward pass is the plain one, or that of a `Reuse`."""
-    return forward is forward_pass or isinstance(getattr(forward, "__self__", None), Reuse)
-
-
-def _take_what_acting_did(learner: Learner, batch: Rollout) -> bool:
-    """Whether acting has done the forward pass of a batch, which `learner.forward` then returns.
-
-    If it has not, what it did is forgotten, because the batch's update changes the weights.
-    """
-    reuse = getattr(learner.forward, "__self__", None)
-    return isinstance(reuse, Reuse) and reuse.has(batch)
-
-
-def parameters_of(model: FastActorCritic) -> list[nn.Parameter]:
+def parameters_of(model: ActorCritic) -> list[nn.Parameter]:
     """A network's parameters in the order of `model.parameters_in_order`."""
     actor, critic = model.actor, model.critic
     encoder = [p for layer in (model.inputs, *model.hidden) for p in (layer.weight, layer.bias)]

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +29,7 @@ def arithmetic(device: torch.device | str) -> str:
     In hardware they run on FP8 tensor cores. Emulated, they run in float32 on the same float8
     numbers, and are summed more exactly (docs/precisions.md).
     """
-    return (
-        "hardware" if torch.device(device).type == "cuda" and fp8.has_kernel(device) else "emulated"
-    )
+    return "hardware" if fp8.has_kernel(device) else "emulated"
 
 
 threads_lock = threading.Lock()
@@ -93,25 +90,6 @@ def is_emulated(name: str, device="cpu") -> bool:
 
     with one_core():  # on several, waits for a busy one would be timed, too
         return shortest(rules.autocast) > 10 * shortest(torch.float32)
-
-
-@functools.cache
-def load_kernels(device: torch.device | str) -> bool:
-    """Puts faster kernels in place of plain code (kernels.py), if they run on the device.
-
-    They run on a GPU of compute capability 8.0 and higher, if Triton is installed. They are tried
-    once. Returns whether they are in place.
-    """
-    device = torch.device(device)
-    if (
-        device.type != "cuda"
-        or torch.cuda.get_device_capability(device) < (8, 0)
-        or not find_spec("triton")
-    ):
-        return False
-    from .triton_kernels import install_kernels  # Triton takes long to import
-
-    return install_kernels(device)
 
 
 def cores() -> int:

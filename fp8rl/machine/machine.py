@@ -33,13 +33,13 @@ class Machine:
     # its own process, which pays off for slow environments. None: this package's own implementation
     # of the environment (tasks/) where there is one, otherwise sync.
     vectorization: str | None = None
-    # Launch each iteration as one CUDA graph (machine/cuda_graphs.py). That happens only with all
-    # parts on one GPU, in one process and in the package's own environments, without normalized
+    # Launch each iteration as one CUDA graph (machine/gpu/cuda_graphs.py). That happens only with
+    # all parts on one GPU, in one process and in the package's own environments, without normalized
     # observations and formats.
     graph: bool = True
-    # Compute forward passes faster, with fewer calls and without repeating them
-    # (machine/reused_forward.py, machine/acting_kernel.py). Without it, the agent runs exactly the
-    # code of its plain files. The results are the same but for rounding.
+    # Compute forward and backward passes with fewer calls: written out on a CPU
+    # (machine/by_hand.py), in one kernel on a GPU (machine/gpu/acting_kernel.py). Without it, the
+    # agent runs exactly the code of its plain files. The results are the same but for rounding.
     fast_forward: bool = True
 
     def __post_init__(self):

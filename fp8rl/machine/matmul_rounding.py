@@ -3,7 +3,7 @@
 Products of two 16-bit or 8-bit numbers are exact in float32. So a float32 matmul of rounded
 operands gives what autocast and FP8 compute, but for how products are summed: in which order and,
 on tensor cores, in how many bits (docs/precisions.md). Populations (population/) and the kernel
-that acts (machine/acting_kernel.py) compute in this way.
+that acts (machine/gpu/acting_kernel.py) compute in this way.
 """
 
 from collections.abc import Callable

@@ -21,12 +21,10 @@ from ..replay.ring import ring_bytes
 from ..tasks.environments import environment_of, normalizes_observations, sizes_of
 from ..tasks.gymnasium_env import VECTORIZATIONS
 from . import hardware
-from .cuda_graphs import has_graphs
+from .by_hand import NETWORKS_BY_HAND
+from .gpu.cuda_graphs import has_graphs
 from .machine import HERE, Machine
 from .matmul_rounding import clips_by_learner, matmuls_of, roundings_of_network
-from .reused_forward import FAST_NETWORKS
-
-LARGE = 2**18  # bytes of a layer's results in one step of all environments (`reuses_forward`)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Plan:
     # Environments of this process.
     num_envs: int
 
-    # Class of the network. FAST_NETWORKS compute with fewer calls than NETWORKS.
+    # Class of the network: one of normalization.NETWORKS, or one that acts by hand (by_hand.py).
     network: type[ActorCritic]
     # Precision of the policy that acts.
     acting_precision: str
@@ -67,10 +65,9 @@ class Plan:
     # Whether PPO's clip divides by the learner's own policy, because another policy acts.
     clips_by_learner: bool
 
-    # How the steps of a rollout are computed: "unroll" (rollout.py), "reuse", which keeps the
-    # forward passes for the learner (reused_forward.py), or "kernel", which is one kernel for all
-    # steps where Triton has one for the task and the network, and otherwise "unroll" (acting.py).
-    acting_loop: str
+    # Whether one kernel computes all steps of a rollout, on a GPU where there is one for the task
+    # and the network (gpu/install.py). Otherwise rollout.unroll does.
+    acts_by_kernel: bool
     # Whether iterations are launched as one CUDA graph.
     uses_graph: bool
 
@@ -82,11 +79,6 @@ class Plan:
     ring_rows: int
     ring_folder: str | None
     ring_bytes: int
-
-    @property
-    def reuses_forward(self) -> bool:
-        """Whether the learner reuses the forward passes of acting, instead of repeating them."""
-        return self.acting_loop == "reuse"
 
 
 def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Plan:
@@ -109,7 +101,6 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
 
     # The environments, and the matrix products of the network for them.
     num_envs = config.num_envs // processes
-    reuses = reuses_forward(config, machine, num_envs)
     environment = environment_of(config, machine.vectorization)
     normalizes = normalizes_observations(config)
     sizes = sizes_of(config, environment)
@@ -120,12 +111,11 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
     roundings_of_network(actor, shapes, "collect_precision")
 
     # How the policy acts, and how iterations are launched.
-    acting_loop = "unroll"
-    if reuses:
-        acting_loop = "reuse"
-    elif machine.fast_forward and config.encoder == "mlp" and environment != "gymnasium":
-        if not (normalizes or places or PRECISIONS[config.acting_precision].tf32):
-            acting_loop = "kernel"
+    acts_by_kernel = machine.fast_forward and config.encoder == "mlp"
+    if environment == "gymnasium" or normalizes or places:
+        acts_by_kernel = False
+    if PRECISIONS[config.acting_precision].tf32:
+        acts_by_kernel = False
     one_device = learn_device == collect_device == store_device
     uses_graph = machine.graph and processes == 1 and one_device and has_graphs(learn_device)
     if environment == "gymnasium" or normalizes or places:
@@ -144,7 +134,7 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
         remedy = "lower capacity, choose a one-byte codec, or store it in a memmap folder"
         hardware.require_room("replay", needed, remedy, store_device)
 
-    networks = FAST_NETWORKS if machine.fast_forward else NETWORKS
+    networks = NETWORKS | NETWORKS_BY_HAND if machine.fast_forward else NETWORKS
     actor_is_copy = config.acting_precision != config.precision or collect_device != learn_device
     return Plan(
         learn_device=learn_device,
@@ -161,7 +151,7 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
         places=places,
         slices=config.slices_per_batch // processes,
         clips_by_learner=proximal,
-        acting_loop=acting_loop,
+        acts_by_kernel=acts_by_kernel,
         uses_graph=uses_graph,
         action_size=sizes.action_size,
         codec=codec,
@@ -205,26 +195,6 @@ def check(config: Config, machine: Machine, places: Places, processes: int) -> N
         divides = config.slices_per_batch % processes == 0
         require("batch_size", divides, f"use a multiple of {processes} slices", beside)
         require("memmap", machine.memmap is None, "leave it out", beside)
-
-
-def reuses_forward(config: Config, machine: Machine, num_envs: int) -> bool:
-    """Whether a learner reuses the forward passes of acting in `num_envs` environments.
-
-    Otherwise it repeats them, for all rows at once. On a CPU, reusing is faster where the results
-    of a layer take `LARGE` bytes or more and have as many rows as units, presumably because one
-    step at a time fits into a cache (benchmarks/speed/arms.py). With fewer rows it is slower,
-    because each step of the backward pass reads the weights and adds to their gradient. In FP8,
-    each step would keep its own rounded weights.
-    """
-    rules = PRECISIONS[config.precision]
-    on_cpu = machine.on("collect") == machine.on("learn") == torch.device("cpu")
-    if not on_cpu or config.acting_precision != config.precision or config.fresh_updates != 1:
-        return False
-    if config.formats or rules.forward or not machine.fast_forward:
-        return False
-    itemsize = (rules.autocast or torch.float32).itemsize
-    layer_bytes = num_envs * config.hidden_size * itemsize
-    return layer_bytes >= LARGE and num_envs >= config.hidden_size
 
 
 def bytes_of_network(config: Config) -> int:

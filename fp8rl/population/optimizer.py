@@ -9,9 +9,9 @@ from torch import nn
 from .. import rng
 from ..bits import adam
 from ..bits.places import Places
+from ..machine.adam import ADAM_EPS
 from ..precision import PRECISIONS, SCALE_GROWTH_INTERVAL, Precision, StepReport
 from ..state import TensorState
-from ..train import ADAM_EPS
 from .networks import chunk_for, runs_of_equal
 
 BETA1 = 0.9
@@ -32,6 +32,7 @@ class Adam(TensorState):
     """
 
     NAMES = ("first", "second", "count")
+    words = staticmethod(rng.words)  # draws the noise of rounding; or a kernel in its place
 
     def __init__(self, theta: nn.Parameter, rate, places=None, sizes=(), seeds=None):
         self.theta = theta
@@ -81,7 +82,9 @@ class Adam(TensorState):
                 steps_before = self.count[agents] - taken[agents]
                 shape = (len(places.noisy), grad.shape[1])
                 seeds = self.seeds[agents]
-                drawn = rng.uniform(seeds, "rounding", steps_before, shape, grad.device)
+                drawn = rng.uniform(
+                    seeds, "rounding", steps_before, shape, grad.device, words=self.words
+                )
                 noise = places.split_noise(drawn)
             (m, m_kept), (v, v_kept) = places.moments(m, v, self.sizes, noise, limit[agents])
             theta = self.theta[agents]

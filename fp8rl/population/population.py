@@ -27,7 +27,7 @@ from ..distribution import Gaussian
 from ..env import TensorEnv
 from ..evaluate import START_NOISE, Evaluator, evaluate
 from ..history import History, columns_of
-from ..losses import LossCoefficients, Targets, vtrace_fast
+from ..losses import LossCoefficients, Targets, vtrace
 from ..machine.matmul_rounding import clips_by_learner, matmuls_of
 from ..model import make_network
 from ..precision import PRECISIONS
@@ -103,7 +103,7 @@ class PopulationRing(ReplayBuffer):
 
     def draw(self, slices: int, length: int, seed, iteration) -> tuple[torch.Tensor, torch.Tensor]:
         """Like ReplayBuffer.draw, for seeds [S]. Each agent draws B slices, so both are [S B]."""
-        words = rng.words(seed, "replay", iteration, 2 * slices, self.device)  # [S, 2 B]
+        words = self.words(seed, "replay", iteration, 2 * slices, self.device)  # [S, 2 B]
         starts = self.clock.count - self.clock.start - length + 1
         start = self.clock.start + rng.below(starts, words[:, :slices])
         envs = self.num_envs // self.agents
@@ -130,9 +130,13 @@ class PopulationRing(ReplayBuffer):
 class RoundedTargets:
     """V-trace with rounded advantages and value targets, for the agents that have such a format.
 
-    It is called like `losses.vtrace_fast`. `seeds` are int64 [S], and `optimizer` counts the
+    It is called like `losses.vtrace`. `seeds` are int64 [S], and `optimizer` counts the
     agents' steps.
     """
+
+    # Or kernels in their place.
+    vtrace = staticmethod(vtrace)
+    words = staticmethod(rng.words)
 
     def __init__(self, places: list[Places], seeds: torch.Tensor, optimizer: Adam):
         self.agents = agents_with_format(places, "targets")
@@ -140,14 +144,15 @@ class RoundedTargets:
         self.optimizer = optimizer
 
     def __call__(self, *arguments) -> Targets:
-        targets = vtrace_fast(*arguments)
+        targets = self.vtrace(*arguments)
         for agents, form in self.agents:
             noises = (None, None)
             if "stochastic" in form.words:
                 shape = (2, targets.value[:, 0].numel())
                 steps = self.optimizer.count[agents]
                 seeds = self.seeds[agents]
-                numbers = rng.uniform(seeds, "targets", steps, shape, targets.value.device)
+                device = targets.value.device
+                numbers = rng.uniform(seeds, "targets", steps, shape, device, words=self.words)
                 noises = numbers.unbind(1)
             for x, noise in zip((targets.value, targets.advantage), noises, strict=True):
                 x[:, agents] = form.matrices(x[:, agents].transpose(0, 1), noise).transpose(0, 1)
@@ -301,14 +306,6 @@ class Population(Run):
         batch = by_agent(rollout, self.agents)
         proximal_logp = torch.where(self.clips_apart, batch.proximal_logp, batch.behavior_logp)
         return rollout._replace(proximal_logp=proximal_logp.flatten(1))
-
-    def sample(self, update: int = 0) -> Rollout:
-        seeds = self.collector.seed
-        number = self.iterations_run * self.config.updates + update
-        if update >= self.config.updates:
-            seeds = rng.seeds_of(seeds, "more replay", update)
-            number = self.iterations_run
-        return self.ring.sample(self.slices, self.config.slice_length, seeds, number)
 
     def measure_once(self, rollout: Rollout) -> list[torch.Tensor]:
         """Like Run.measure_once, with [S] of each number."""

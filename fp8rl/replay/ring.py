@@ -128,6 +128,7 @@ class ReplayBuffer:
     """
 
     outlives_run = False  # whether the rows are still there after the run
+    words = staticmethod(rng.words)  # draws random numbers; or a kernel in its place
 
     def __init__(
         self,
@@ -313,7 +314,7 @@ class ReplayBuffer:
 
     def draw(self, slices: int, length: int, seed, iteration) -> tuple[torch.Tensor, torch.Tensor]:
         """Row numbers at which slices start, and their environments, int64 [B] each."""
-        words = rng.words(seed, "replay", iteration, 2 * slices, self.device)
+        words = self.words(seed, "replay", iteration, 2 * slices, self.device)
         starts = self.clock.count - self.clock.start - length + 1
         start = self.clock.start + rng.below(starts, words[:slices])
         env = rng.below(self.num_envs, words[slices:])

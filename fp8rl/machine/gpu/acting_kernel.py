@@ -30,11 +30,11 @@ from torch import fx
 from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .. import fp8
-from ..distribution import Gaussian
-from ..env import TensorEnv
-from ..rollout import unroll
-from .matmul_rounding import TO
+from ... import fp8
+from ...distribution import Gaussian
+from ...env import TensorEnv
+from ...rollout import unroll
+from ..matmul_rounding import TO
 from .triton_quantize import scale_of
 
 WIDTHS = 16, 32, 64, 128  # units in a layer

@@ -5,8 +5,7 @@ rounds of sums, rotations and exclusive ors. A recurrence over time is an operat
 step, which must wait for the step before. Launched one by one, that is hundreds of launches for
 very little arithmetic. Here each is one kernel, which keeps its numbers in registers.
 
-Importing this module puts the kernels, and that of triton_quantize.py, into kernels.KERNELS, where
-the agent's code finds them. `hardware.load_kernels` imports it if the kernels run. If the
+install.py puts the kernels, and that of triton_quantize.py, into the parts of a run. If the
 environment variable TRITON_INTERPRET is 1, Triton's interpreter runs them on a CPU, slowly."""
 
 import warnings
@@ -15,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import kernels, rng
+from ... import rng
 from . import triton_quantize
 
 PAIRS = 256  # pairs of words in a program of `draw`
@@ -62,20 +61,22 @@ def draw(out, seed, seed_step, iteration, iteration_step, purpose, count, BLOCK:
     )
 
 
-def words(seed, purpose: int, iteration, count: int, device) -> torch.Tensor:
-    """Random words, int32 [S or 1, count], bit for bit those of rng.py.
+def words(seed, purpose: str, iteration, count: int, device) -> torch.Tensor:
+    """Random words, int32 [count] or, for a tensor of seeds, [S, count], bit for bit those of
+    `rng.words`.
 
     `seed` and `iteration` are numbers, or tensors of one or of S numbers, of which the low 32 bits
     are used. A tensor on the device is read there, so its numbers may change between replays of a
-    CUDA graph. `purpose` is an index in rng.PURPOSES. Raises RuntimeError for tensors of different
-    S.
+    CUDA graph. Raises RuntimeError for tensors of different S.
     """
     rows = max(x.numel() if isinstance(x, torch.Tensor) else 1 for x in (seed, iteration))
     found = torch.empty(rows, count, dtype=torch.int32, device=device)
     own = [argument for x in (seed, iteration) for argument in of_rows(x, rows, found.device)]
     with torch.cuda.device_of(found):  # Triton launches on the current device
-        draw[(rows * triton.cdiv(count, 2 * PAIRS),)](found, *own, purpose, count, PAIRS)
-    return found
+        draw[(rows * triton.cdiv(count, 2 * PAIRS),)](
+            found, *own, rng.PURPOSES.index(purpose), count, PAIRS
+        )
+    return found if isinstance(seed, torch.Tensor) else found[0]
 
 
 def of_rows(x, rows: int, device: torch.device) -> tuple:
@@ -130,19 +131,15 @@ def recurrence(
     return found
 
 
-kernels.KERNELS |= {"words": words, "recurrence": recurrence, "quantize": triton_quantize.quantize}
-
-
-def install_kernels(device: torch.device) -> bool:
+def try_kernels(device: torch.device) -> bool:
     """Tries all kernels on a device with a few numbers, and returns whether they run.
 
-    If a kernel does not run, all kernels are taken out of kernels.KERNELS, and a warning says why.
-    Triton needs a C compiler and a driver.
+    If a kernel does not run, a warning says why. Triton needs a C compiler and a driver.
     """
     few = torch.ones(2, 3, device=device)
     try:
         for result in (
-            words(0, 0, 0, 3, device),
+            words(0, "starts", 0, 3, device),
             recurrence(few, few),
             triton_quantize.quantize(few)[0].scale,
         ):
@@ -154,5 +151,5 @@ def install_kernels(device: torch.device) -> bool:
             f"here: {reason}",
             stacklevel=2,
         )
-        kernels.KERNELS.clear()
-    return bool(kernels.KERNELS)
+        return False
+    return True

@@ -22,7 +22,7 @@ from functools import cache
 
 import torch
 
-from ..replay.ring import Clock
+from ...replay.ring import Clock
 
 # Number of eager calls before the capture, on the same stream. They initialize libraries, and state
 # that is created lazily (Adam's, the scaler's).

@@ -19,7 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..fp8 import E4M3, Quantized
+from ... import fp8
+from ...fp8 import E4M3, Quantized
 
 SPAN = 8192  # numbers in a program that finds the largest magnitude
 # Rows and columns in a program that rounds. 64 float32 of a row are two whole cache lines.
@@ -109,6 +110,21 @@ def rounded(
     if LAYOUTS // 2:
         inside = (column < N)[:, None] & (row < M)[None, :]
         tl.store(columns + column[:, None] * M + row[None, :], tl.trans(codes), mask=inside)
+
+
+def in_layouts(
+    x: torch.Tensor,
+    dtype: torch.dtype = E4M3,
+    row_major: bool = True,
+    column_major: bool = True,
+) -> tuple[Quantized | None, Quantized | None]:
+    """`fp8.in_layouts` by a kernel, where there is one for the matrix, bit for bit.
+
+    There is none for an empty matrix, and within torch.compile.
+    """
+    if torch.compiler.is_compiling() or not x.numel() or x.dtype not in fp8.INPUT_TYPES:
+        return fp8.in_layouts(x, dtype, row_major, column_major)
+    return quantize(x, dtype, row_major, column_major)
 
 
 def quantize(
