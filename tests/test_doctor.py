@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fp8rl.bits.formats import Format
+from fp8rl.bits.operands import Operands, rounded_whole
 from fp8rl.bits.places import PlaceFormat
 from fp8rl.doctor import Doctor
 from fp8rl.doctor.findings import judge
-from fp8rl.doctor.gradients import Operands, Through
 from fp8rl.doctor.keep import Keep
 from fp8rl.doctor.rows import FormatRows, RowShadow
 from fp8rl.doctor.ruler import Reading, Ruler, Sample
@@ -116,9 +116,9 @@ def test_operands_and_the_gradients_of_products_are_rounded(product, shapes):
         result = product(*operands)
     gradient = torch.randn_like(result)
     result.backward(gradient)
-    rounded = [Through.rounded(x.detach(), forward).requires_grad_() for x in operands]
+    rounded = [rounded_whole(x.detach(), forward).requires_grad_() for x in operands]
     expected = product(*rounded)
-    expected.backward(Through.rounded(gradient, backward))
+    expected.backward(rounded_whole(gradient, backward))
     torch.testing.assert_close(result, expected)
     for ours, theirs in zip(operands, rounded, strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)

@@ -23,103 +23,15 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from ..bits import adam
 from ..bits.notation import split_entry
+from ..bits.operands import Operands
 from ..bits.places import PlaceFormat
 from .findings import NOT_JUDGED, Finding, judge_all
 from .rows import FormatRows
 from .ruler import Ruler, WindowSums, is_stochastic
 from .watcher import GroupSettings, Shadow, Update, Watcher, dense, largest_of
-
-# torch's functions that multiply two operands, and the index of the first operand in their
-# arguments.
-PRODUCTS = dict.fromkeys(
-    (
-        F.linear,
-        F.conv1d,
-        F.conv2d,
-        F.conv3d,
-        F.conv_transpose1d,
-        F.conv_transpose2d,
-        F.conv_transpose3d,
-        torch.matmul,
-        torch.mm,
-        torch.bmm,
-        torch.mv,
-        torch.linalg.matmul,
-        torch.Tensor.matmul,
-        torch.Tensor.__matmul__,
-        torch.Tensor.mm,
-        torch.Tensor.bmm,
-        torch.Tensor.mv,
-    ),
-    0,
-)
-PRODUCTS |= dict.fromkeys(
-    (torch.addmm, torch.baddbmm, torch.Tensor.addmm, torch.Tensor.baddbmm, torch.einsum), 1
-)
-
-
-class Through(torch.autograd.Function):
-    """Rounds a tensor in the forward pass, and its gradient in the backward pass."""
-
-    @staticmethod
-    def forward(ctx, x, form: PlaceFormat | None, gradient_form: PlaceFormat | None):
-        ctx.gradient_form = gradient_form
-        return Through.rounded(x, form)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return Through.rounded(grad, ctx.gradient_form), None, None
-
-    @staticmethod
-    def rounded(x: torch.Tensor, form: PlaceFormat | None) -> torch.Tensor:
-        """A tensor rounded with one scale for all its numbers; unchanged if there is no format, or
-        if its numbers are not real."""
-        if form is None or not x.is_floating_point():
-            return x.view_as(x)
-        return form(x.reshape(1, -1).float()).reshape(x.shape).to(x.dtype)
-
-
-class Operands(TorchFunctionMode):
-    """A context in which matmuls and convolutions round their two operands, and the gradients of
-    their results.
-
-    `forward`   format of the operands, or None
-    `backward`  format of the gradients, or None
-
-    Recurrent layers, and attention with its projections, are not rounded, because torch computes
-    them in functions of their own.
-    """
-
-    def __init__(self, forward: PlaceFormat | None = None, backward: PlaceFormat | None = None):
-        super().__init__()
-        self.forward_form = forward
-        self.backward_form = backward
-        self.seen = 0  # number of products that were rounded
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        first = PRODUCTS.get(func, len(args))
-        if len(args) < first + 2:
-            return func(*args, **kwargs)
-        self.seen += 1
-        operands = [Through.apply(x, self.forward_form, None) for x in args[first : first + 2]]
-        product = func(*args[:first], *operands, *args[first + 2 :], **kwargs)
-        return Through.apply(product, None, self.backward_form)
-
-    def within(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The result of a function whose products are rounded. Raises ValueError if it has none."""
-        with self:
-            result = function()
-        if not self.seen:
-            raise ValueError(
-                "loss has no matmul that can be rounded: leave out forward and backward"
-            )
-        return result
 
 
 class GradientShadow(Shadow):

@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 from ..bits import adam
 from ..bits.catalogue import read_real_optimizer, split_real
 from ..bits.notation import OPERANDS, STATE, SUMS
+from ..bits.operands import Operands
 from ..bits.places import places_of
 from . import NO_STEP, Refusal, first_line, say
 from .copies import OptimizerCopy
-from .gradients import Operands
 from .watcher import Hooks, parameters_of
 
 

@@ -13,6 +13,8 @@ import re
 
 import torch
 
+from ..bits.operands import StraightThrough
+
 LARGEST_E4M3 = 448.0
 
 
@@ -81,15 +83,3 @@ class Rounding:
         if not self.groups:
             return x
         return StraightThrough.apply(x, method)
-
-
-class StraightThrough(torch.autograd.Function):
-    """A rounding whose gradient is that of the identity."""
-
-    @staticmethod
-    def forward(ctx, x, method):
-        return method(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
