@@ -90,12 +90,10 @@ COMMANDS = {
     "benchmarks/results/between_loops.md",
     "ladder": "python benchmarks/replay_lesson.py ladder benchmarks/results/ladder.md",
     # What does rounding what a replay buffer stores change, and how fast is it read?
-    "codecs": "python benchmarks/replay.py codecs benchmarks/results/codecs/table.md",
-    "replay_sampling": "python benchmarks/replay.py sampling benchmarks/results/replay_sampling.md",
+    "codecs": "python benchmarks/replay.py benchmarks/results/codecs/table.md",
 }
 # Packages that a benchmark needs beside the project's own: benchmarks/requirements.txt
 NEEDED_PACKAGES = {
-    "replay_sampling": ("torchrl", "stable_baselines3"),
     "tasks": ("stable_baselines3",),
     "ladder": ("Box2D",),
     "from_start": ("stable_baselines3", "jax"),

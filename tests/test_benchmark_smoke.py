@@ -84,7 +84,6 @@ RUNGS = {name: replay_lesson.RUNGS[name] for name in list(replay_lesson.RUNGS)[:
 RUNGS["the earlier defaults"] = replay_lesson.EARLIER | QUICK
 LANDER = "MountainCar-v0"  # LunarLander needs Box2D
 EVERYTHING = functools.reduce(dict.__or__, replay_lesson.STEPWISE.values())
-NOTHING = SimpleNamespace(sample=lambda *_: None)
 
 
 def rates(out: Path) -> None:
@@ -191,19 +190,6 @@ SMOKE = {
             },
         },
         {"arm", "lowest seed"},
-    ),
-    "sampling": (
-        replay.sampling,
-        {
-            "CAPACITIES": (4_096, 8_192),
-            "SLICES": 4,
-            "ROUNDS": 1,
-            "seconds_of": called_once,
-            "torchrl_buffer": lambda *_, **__: NOTHING,
-            "sb3_buffer": lambda *_: NOTHING,
-            "version": lambda package: "0",
-        },
-        {"buffer", "times ours", "large over small"},
     ),
 }
 
