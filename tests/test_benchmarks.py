@@ -148,6 +148,7 @@ PAGES = [
     "CONTRIBUTING.md",
     "fp8rl/bits/README.md",
     "fp8rl/doctor/README.md",
+    "fp8rl/dumps/README.md",
     "findings/README.md",
     *(str(path.relative_to(results.ROOT)) for path in results.ROOT.glob("docs/*.md")),
     *(str(page.relative_to(results.ROOT)) for page in results.READMES[1:]),

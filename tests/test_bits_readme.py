@@ -1,4 +1,4 @@
-"""The code on the pages of bits/ and doctor/ runs, and prints what the pages say."""
+"""The code on the pages of bits/, doctor/ and dumps/ runs, and prints what the pages say."""
 
 import contextlib
 import io
@@ -10,10 +10,12 @@ import fp8rl
 PACKAGE = Path(fp8rl.__file__).parent
 BITS = (PACKAGE / "bits/README.md").read_text()
 DOCTORS = (PACKAGE / "doctor/README.md").read_text()
+DUMPS = (PACKAGE / "dumps/README.md").read_text()
 (LOW_BIT_ADAM,) = re.findall(r"```python\n(.*?)```", BITS, re.S)
 (PRINTED,) = re.findall(r"```\n(weights:.*?)```", BITS, re.S)
-DOCTOR, MISMATCH = re.findall(r"```python\n(.*?)```", DOCTORS, re.S)
-(REPORTS,) = re.findall(r"```\n(rounding:.*?)```", DOCTORS, re.S)
+(DOCTOR,) = re.findall(r"```python\n(.*?)```", DOCTORS, re.S)
+(MISMATCH,) = re.findall(r"```python\n(.*?)```", DUMPS, re.S)
+(REPORTS,) = re.findall(r"```\n(rounding:.*?)```", DUMPS, re.S)
 
 
 def printed(code: str) -> str:

@@ -6,5 +6,5 @@
     rules.py      the table of what RL stacks do about the gap
 
 Nothing here needs more of the package. `python -m fp8rl.doctor mismatch` is the command, and
-doctor/README.md shows how to use it.
+README.md beside this file shows how to use it.
 """
