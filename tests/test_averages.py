@@ -67,6 +67,10 @@ def free(model) -> None:
         p.untyped_storage().resize_(0)
 
 
+def lazy_layer(model) -> None:
+    model[0] = nn.LazyLinear(16)
+
+
 def sparse_weight(model) -> None:
     model[0].weight = nn.Parameter(model[0].weight.detach().to_sparse())
 
@@ -129,7 +133,7 @@ AVERAGES = {  # what is beside the model, updates, after how many it moves, what
 UNREADABLE = [
     lambda model: model.to("meta"),
     lambda model: model.bfloat16(),
-    lambda model: model.__setitem__(0, nn.LazyLinear(16)),
+    lazy_layer,
     sparse_weight,
     free,
     lambda model: vars(model).update(part=nn.Linear.__new__(nn.Linear)),  # half made

@@ -460,6 +460,10 @@ low_rate = functools.partial(trained_network, lr=1e-5, updates=100)
 from_one = functools.partial(
     trained_weight, start=torch.ones(1), lr=1e-3, updates=800, loss=constant_step
 )
+at_rest = functools.partial(trained_weight, lr=2e-2, updates=800, loss=parabola)
+CONVERGED = dict.fromkeys(
+    ("weights=bf16:stochastic", "weights=e4m3:stochastic"), ("as float32", "")
+)
 EXACT_LOOKS = dict.fromkeys(("forward=fp32", "backward=fp32"), ("as float32", "at 1.00 times"))
 WORDS = {  # what is trained, with expected words and phrases
     "a log temperature, as in SAC": (
@@ -540,6 +544,11 @@ WORDS = {  # what is trained, with expected words and phrases
             "forward=e4m3": ("as float32", ""),
         },
     ),
+    "converged, by SGD": (
+        functools.partial(at_rest, start=torch.zeros(1), kind=torch.optim.SGD),
+        CONVERGED,
+    ),
+    "converged, by Adam": (functools.partial(at_rest, start=torch.zeros(100)), CONVERGED),
     "healthy ways to keep state": (
         functools.partial(trained_network, kind=torch.optim.AdamW, lr=1e-3, updates=100),
         dict.fromkeys(
@@ -555,14 +564,6 @@ WORDS = {  # what is trained, with expected words and phrases
         ),
     ),
 }
-CONVERGED = dict.fromkeys(
-    ("weights=bf16:stochastic", "weights=e4m3:stochastic"), ("as float32", "")
-)
-for kind, count in ((torch.optim.SGD, 1), (torch.optim.Adam, 100)):
-    at_rest = functools.partial(
-        trained_weight, start=torch.zeros(count), lr=2e-2, updates=800, loss=parabola, kind=kind
-    )
-    WORDS[f"converged, by {kind.__name__}"] = (at_rest, CONVERGED)
 
 
 @pytest.mark.parametrize("what", WORDS)

@@ -215,6 +215,7 @@ VERDICTS = {
         "rounding or bug",
         "--precision bf16, and give advantages",
     ),
+    "half a bit": (lambda: sampled(noise=0.6), ["other"], "in use leave more than 0.8"),
     "rolled by one": (lambda: planted("shift"), ["shift"], "the token 1 before it"),
     "other labels": (lambda: (policy_logp(128, seed=5) - 2.5, policy_logp(128)), ["shift"], "e^2."),
     "0.8": (lambda: (0.8 * sampled()[1], sampled()[1]), ["temperature"], "does not divide"),

@@ -11,7 +11,7 @@ import torch
 from helpers import refused, run_doctor
 from torch import nn
 
-from fp8rl.bits.catalogue import CATALOGUE, read_real_optimizer
+from fp8rl.bits.catalogue import CATALOGUE
 from fp8rl.doctor import Doctor
 from fp8rl.doctor.keep import Keep
 
@@ -328,8 +328,3 @@ def test_the_command_lists_real_optimizers(capfd):
     assert all(
         f"optimizer={name} " in run_doctor(capfd, "watch", "--list")[1] for name in CATALOGUE
     )
-
-
-def test_a_package_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(".*: pip install torchao", read_real_optimizer, "optimizer=torchao-8bit")

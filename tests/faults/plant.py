@@ -25,7 +25,6 @@ import tomllib
 import torch._dynamo  # noqa: F401  Each process of tests is a fork, and need not import it
 
 ROOT = Path(__file__).parents[2]
-FORK = multiprocessing.get_context("fork")
 
 
 class Failures:
@@ -53,8 +52,8 @@ def run_tests(clone: str, tests: list[str], first: list[str]) -> None:
     failures = Failures(first)
     options = ["-p", "no:randomly", "-p", "no:terminal", "-o", "pythonpath=. benchmarks"]
     ends_early = ["-x"] if first else []
-    files = [f"tests/{test}.py" for test in tests]
-    pytest.main([*options, *ends_early, *files], plugins=[failures])
+    Path("failed.json").write_text('["the process, which has ended"]')
+    pytest.main([*options, *ends_early, *(f"tests/{x}.py" for x in tests)], plugins=[failures])
     Path("failed.json").write_text(json.dumps(sorted(failures.names)))
 
 
@@ -62,11 +61,15 @@ def failing(path: str, old: str, new: str, tests: list[str], first: list[str]) -
     """The names of the tests that fail with a fault. If some failed before, they come `first`, and
     then one is enough."""
     with tempfile.TemporaryDirectory() as clone:
-        shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*", "build"), dirs_exist_ok=1)
+        shutil.copytree(
+            ROOT, clone, ignore=shutil.ignore_patterns(".*", "build"), dirs_exist_ok=True
+        )
         file = Path(clone, path)
         assert file.read_text().count(old) == 1, f"{path} has not once {old!r}"
         file.write_text(file.read_text().replace(old, new))
-        process = FORK.Process(target=run_tests, args=(clone, tests, first))
+        process = multiprocessing.get_context("fork").Process(
+            target=run_tests, args=(clone, tests, first)
+        )
         process.start()
         process.join()
         return json.loads(Path(clone, "failed.json").read_text())
