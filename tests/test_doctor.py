@@ -361,6 +361,18 @@ def test_standard_errors_are_how_far_rates_of_samples_are_spread():
     assert set(census.reading(0).tensors.values()) == {(1.0, 0.0)}
 
 
+def test_windows_of_stochastic_rows_count_by_how_far_float32_moves():
+    """Where it hardly moves, a rate is noise divided by next to nothing."""
+    ruler = Ruler(Sample([torch.zeros(64)], 64, 0), ["weights=bf16:stochastic"], ["a"])
+    for true, moved in ((1.0, 1.0), (0.01, 0.1)):
+        ruler.add(
+            np.full((1, 1, 64), moved, np.float32),
+            np.full((1, 64), true, np.float32),
+            np.zeros((1, 1, 64), bool),
+        )
+    assert ruler.reading(0).rate == pytest.approx((1 + 0.01 * 0.1) / (1 + 0.01**2))
+
+
 def evidence(overall=1.0, error=0.0, last=1.0, last_error=0.0, tensor=1.0, tensor_error=0.0):
     tensors = {"a": (tensor, tensor_error), "b": (1.0, np.nan)}
     return Reading(overall, error, overall, last, last_error, 0.0, 0.0, tensors)
