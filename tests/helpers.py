@@ -23,6 +23,7 @@ from fp8rl.cli.main import main
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.disk.mapped_ring import MappedRing
+from fp8rl.doctor import __main__ as doctor
 from fp8rl.env import STATE_BOUNDS
 from fp8rl.precision import Precision
 from fp8rl.replay.ring import ReplayBuffer
@@ -143,6 +144,13 @@ def run_cli(*arguments) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             put_back.callback(signal.signal, number, signal.getsignal(number))
         main()
+
+
+def run_doctor(capfd, *words) -> tuple[int, str, str]:
+    """The doctor's command in this process: its exit code, stdout and stderr."""
+    with pytest.raises(SystemExit) as end:
+        doctor.main([*map(str, words)])
+    return end.value.code, *capfd.readouterr()
 
 
 SERVER = multiprocessing.get_context("forkserver")

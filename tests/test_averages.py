@@ -61,39 +61,10 @@ def averaged_model(model, **options):
     return swa_utils.AveragedModel(model, **options).update_parameters
 
 
-def two_averages(model):
-    moves = [target_network(model, tau) for tau in (0.1, 0.01)]
-    return lambda model: [move(model) for move in moves]
-
-
-def list_of_tensors(model):
-    """Averages that are no modules are to be named."""
-    shadow = [p.detach().clone() for p in model.parameters()]
-    return lambda model: swa_utils.get_ema_multi_avg_fn(0.99)(shadow, [*model.parameters()], 0)
-
-
 def free(model) -> None:
     """Frees the memory of parameters, as sharding does while they are not needed."""
     for p in model.parameters():
         p.untyped_storage().resize_(0)
-
-
-def beside_average(make_unreadable, at=0):
-    """A target network beside a network of its kind that cannot be read from a step on."""
-
-    def make(model):
-        move = target_network(model)
-        other = copy.deepcopy(model).requires_grad_(False)
-        steps = itertools.count()
-
-        def after(model):
-            if next(steps) == at:
-                make_unreadable(other)
-            move(model)
-
-        return after
-
-    return make
 
 
 def lazy_layer(model) -> None:
@@ -102,6 +73,21 @@ def lazy_layer(model) -> None:
 
 def sparse_weight(model) -> None:
     model[0].weight = nn.Parameter(model[0].weight.detach().to_sparse())
+
+
+def beside_unreadable(model, step):
+    """A target network beside networks of its kind that cannot be read from a step on."""
+    move_target = target_network(model)
+    others = [copy.deepcopy(model).requires_grad_(False) for _ in UNREADABLE]
+    steps = itertools.count()
+
+    def after(model):
+        if next(steps) == step:
+            for make_unreadable, other in zip(UNREADABLE, others, strict=True):
+                make_unreadable(other)
+        move_target(model)
+
+    return after
 
 
 def twin(model):
@@ -131,33 +117,27 @@ def by_hand(model):
 
 with_options = functools.partial
 ema = with_options(averaged_model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.99))
-plain_ema = with_options(averaged_model, avg_fn=swa_utils.get_ema_avg_fn(0.99))
 AVERAGES = {  # what is beside the model, updates, after how many it moves, what is found
     "target network": (target_network, 120, 1, [ONE.format("0.005")]),
     "every third step": (with_options(target_network, tau=0.05), 150, 3, [ONE.format("0.05")]),
     "EMA": (ema, 120, 1, [ONE.format("0.01")]),
-    "plain EMA": (plain_ema, 120, 1, [ONE.format("0.01")]),
     "SWA": (averaged_model, 120, 1, [ONE.format("0.031 to 0.0084")]),
-    "two": (two_averages, 120, 1, [ONE.format("0.1"), ONE.format("0.01")]),
     "late": (with_options(target_network, tau=0.01, begins=90), 180, 1, [ONE.format("0.01")]),
     "nothing": (lambda model: lambda model: None, 120, 1, []),
-    "list": (list_of_tensors, 120, 1, []),
     "twin": (twin, 120, 1, []),
     "by hand": (by_hand, 120, 1, []),
+    "unreadable": (with_options(beside_unreadable, step=0), 120, 1, [ONE.format("0.005")]),
+    "unreadable later": (with_options(beside_unreadable, step=50), 120, 1, [ONE.format("0.005")]),
     "copy": (with_options(target_network, tau=1.0), 120, 2, []),
 }
-UNREADABLE = {
-    "meta": lambda model: model.to("meta"),
-    "bfloat16": lambda model: model.bfloat16(),
-    "lazy": lazy_layer,
-    "sparse": sparse_weight,
-    "freed": free,
-    "half made": lambda model: vars(model).update(part=nn.Linear.__new__(nn.Linear)),
-}
-for kind, change in UNREADABLE.items():
-    for at in (0, 50):  # before the first search, and after it
-        make = beside_average(change, at)
-        AVERAGES[f"{kind} from step {at}"] = (make, 120, 1, [ONE.format("0.005")])
+UNREADABLE = [
+    lambda model: model.to("meta"),
+    lambda model: model.bfloat16(),
+    lazy_layer,
+    sparse_weight,
+    free,
+    lambda model: vars(model).update(part=nn.Linear.__new__(nn.Linear)),  # half made
+]
 
 
 @pytest.mark.parametrize("kind", AVERAGES)
@@ -167,28 +147,17 @@ def test_running_averages_are_found_and_nothing_else_is(kind):
     report = doctor.report()
     assert not [note for note in report.notes if "failed" in note]
     averages = json.loads(doctor.to_json(report))["averages"]
-    names = [average["name"].replace(" [2]", "") for average in averages]  # a second one's number
-    assert sorted(names) == sorted(expected)
-
-
-def test_a_search_that_fails_leaves_the_optimizer_judged(monkeypatch):
-    monkeypatch.setattr("fp8rl.doctor.rows.kind_of", lambda module: 1 / 0)
-    report = watched(target_network).report()
-    assert {finding.optimizer for finding in report} == {"optimizer 0 (Adam)"}
-    assert report[0].rate > 0
-    (note,) = report.notes
-    assert "the search for running averages failed after 31 steps (ZeroDivisionError: " in note
+    assert [average["name"] for average in averages] == expected
 
 
 def test_a_found_average_is_judged_in_report_and_json():
     doctor = watched(target_network, 320)
     report = doctor.report()
     name = ONE.format("0.005")
-    findings = {x.format: x for x in report if x.optimizer == name}
-    assert [*findings] == ["bf16", "fp16:unscaled", "e4m3", "bf16:stochastic", "e4m3:stochastic"]
-    assert findings["bf16"].verdict in ("slower", "stalls")
-    assert findings["bf16"].cure.startswith("average=bf16:stochastic")
-    assert [*findings["bf16"].tensors] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    finding = next(x for x in report if x.optimizer == name)
+    assert finding.verdict in ("slower", "stalls")
+    assert finding.cure.startswith("average=bf16:stochastic")
+    assert [*finding.tensors] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert f"\n{name}\n  average=bf16: " in str(report)
     (entry,) = json.loads(doctor.to_json(report))["averages"]
     assert entry["tau"] == pytest.approx([0.005] * 2, rel=1e-2)
@@ -236,14 +205,6 @@ def accumulate(model, optimizer, steps, change=lambda p: None, zeros=False, scal
         optimizer.step()
 
 
-def unscale(p):
-    p.grad /= 4
-
-
-def clip(p):
-    nn.utils.clip_grad_norm_([p], 1.0)
-
-
 def replace(p):
     """By another tensor, half the sum and a rest, as a mean over several processes is."""
     p.grad = p.grad / 2 + torch.tensor([32.0, -32.0, 0.0])
@@ -251,15 +212,14 @@ def replace(p):
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 nesterov = functools.partial(sgd, nesterov=True)
-amsgrad = functools.partial(torch.optim.Adam, amsgrad=True)
 ADDS = "a step adds up 64 gradients, and 0.25 of the sum is left"
 # Of (64, 0, 32), (40, -24, 8) is left
 REPLACED = (64 * 40 + 32 * 8) / (64**2 + 32**2)
 SUMS = {  # optimizer, options, the rate, and part of the line
     "plain": (sgd, {}, 0.25, ADDS),
     "zeros": (sgd, {"zeros": True}, 0.25, ADDS),
-    "scaler": (sgd, {"scale": 4.0, "change": unscale}, 0.25, ADDS),
-    "clip": (sgd, {"change": clip}, 0.25, ADDS),
+    "scaler": (sgd, {"scale": 4.0, "change": lambda p: p.grad.div_(4)}, 0.25, ADDS),
+    "clip": (sgd, {"change": lambda p: nn.utils.clip_grad_norm_([p], 1.0)}, 0.25, ADDS),
     "replaced": (sgd, {"change": replace}, REPLACED, f"and {REPLACED:.2f} of the sum is left"),
     "one gradient": (sgd, {"count": 1}, 1, "a step has one gradient, which is rounded once"),
     "Nesterov": (nesterov, {}, 0.25, ADDS),
@@ -267,7 +227,6 @@ SUMS = {  # optimizer, options, the rate, and part of the line
     "Adam": (torch.optim.Adam, {}, 1, ADDS),
     "AdamW": (torch.optim.AdamW, {}, 1, ADDS),
     "RMSprop": (torch.optim.RMSprop, {}, torch.nan, "of SGD, and of Adam without amsgrad"),
-    "amsgrad": (amsgrad, {}, torch.nan, "of SGD, and of Adam without amsgrad"),
 }
 
 
@@ -290,7 +249,7 @@ def test_sums_are_kept_in_few_bits_from_the_second_step_on():
     with keep.installed():
         model = Ones()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        accumulate(model, optimizer, 1)
+        accumulate(model, optimizer, 1, count=63)  # which is 64 in e4m3
         assert "grad was not kept: no gradient was added" in keep.complaint()
         accumulate(model, optimizer, 2)
     assert not keep.complaint()

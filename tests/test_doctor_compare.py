@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import PATIENCE
+from helpers import PATIENCE, run_doctor
 
-from fp8rl.doctor import __main__ as doctor
 from fp8rl.doctor import compare, report_as_json
 from fp8rl.doctor.compare import CLAIMS, FLOAT32, NOT_JUDGED, Outcome, Words
 from fp8rl.doctor.findings import WORDS
@@ -88,9 +87,7 @@ class Stub:
 
     def __call__(self, *arguments: str) -> tuple[int, str, str]:
         self.made.clear()
-        with pytest.raises(SystemExit) as end:
-            doctor.main(["compare", *arguments])
-        return end.value.code, *self.capfd.readouterr()
+        return run_doctor(self.capfd, "compare", *arguments)
 
 
 @pytest.fixture
@@ -127,11 +124,8 @@ def test_only_what_is_not_there_is_trained(stub):
 
 
 def test_a_metric_that_is_not_printed_may_be_mended(stub):
-    code, _, err = stub(*ARMS, "--metric", r"lost (\S+)", "script.py")
-    assert code == 2 and err.count("\n") == 1 and len(stub.made) == 1
-    assert (
-        "doctor: metric is 'lost (\\\\S+)', which the script never prints (its output: comp" in err
-    )
+    err = stub(*ARMS, "--metric", r"lost (\S+)", "script.py")[2]
+    assert "which the script never prints (its output: comp" in err and err.count("\n") == 1
     err = stub(*ARMS, "--metric", r"nothi(\S+)", "script.py")[2]
     assert err.endswith("group around the number alone\n") and not stub.made
 
@@ -148,9 +142,6 @@ def test_a_failure_in_float32_ends_it(stub):
     Path("script.py").write_text("pass")
     code, _, err = stub(*ARMS, *METRIC, "script.py")
     assert code == 2 and "json, a fp8rl.doctor report, version 1: remove it and" in err
-    Path("other.py").touch()
-    Path("compare-other").touch()
-    assert "File exists: 'compare-other'" in stub(*ARMS, *METRIC, "other.py")[2]
 
 
 @pytest.mark.parametrize(
@@ -227,24 +218,6 @@ def test_losses_are_shares_of_what_float32_gains():
 def test_what_float32_does_decides_what_can_be_said(first, float32, kept, lost):
     ends = {FLOAT32: [float32], "weights=bf16": [kept]}
     assert rows_of(ends, {"weights=bf16": "slower"}, first)["weights=bf16"][-2] == lost
-
-
-def test_the_outcome_is_the_mean_of_the_last_tenth():
-    assert Outcome([9.0] * 18 + [1.0, 2.0]).end == 1.5 and Outcome([9.0] * 18 + [1.0]).end == 1
-
-
-@pytest.mark.parametrize(
-    "words, claim",
-    [
-        (["as float32"], False),
-        (["stalls"], True),
-        (["slower", "not judged"], True),
-        (["as float32", "frozen tensors"], None),
-        (["a word of tomorrow"], None),
-    ],
-)
-def test_words_claim_a_loss_or_none_or_neither(words, claim):
-    assert compare.claim_of(words) is claim
 
 
 def test_the_worst_word_of_several_optimizers_counts(tmp_path):

@@ -33,10 +33,10 @@ def noisy(logp: np.ndarray, size: float = 0.02, seed: int = 1) -> np.ndarray:
 
 
 def sampled(
-    sequences: int = 64, length: int = 100, spread: float = 2.0, noise: float = 0.01, seed: int = 0
+    sequences: int = 64, length: int = 100, spread: float = 2.0, noise: float = 0.01
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A learner's and an actor's log-probabilities of tokens of the actor: only rounding."""
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(0)
     logits = spread * torch.randn(sequences, length, 64, generator=draw)
     tokens = logits.softmax(-1).flatten(0, 1).multinomial(1, generator=draw)
     tokens = tokens.view(sequences, length, 1)
@@ -118,7 +118,6 @@ def test_the_horizon_is_exact_for_tiny_gaps_and_infinite_for_none():
         same = mismatch(logp, logp)
     assert (same.verdict, same.horizon, same.horizons) == ("exact", math.inf, 0)
     assert str(same).startswith("exact: ") and json.loads(same.to_json())["horizon"] is None
-    assert math.isnan(mismatch(np.full((2, 2), -1.0), np.full((2, 2), -1.0)).probs_correlation)
 
 
 @pytest.mark.parametrize("log_ratio", [-95.0, 45.0, 89.0, 5000.0])
@@ -154,10 +153,6 @@ def test_the_horizon_is_measured_where_ratios_go_together():
     # At a horizon of H tokens, 0.01 H + the noise of H tokens is about a third.
     assert report.horizon == pytest.approx(30, rel=0.3) and "go together" in str(report)
     assert report.horizon_low < report.horizon < report.horizon_high
-    learner = logp + noise
-    logp[3, 7] = learner[3, 7] - 5
-    report = mismatch(learner, logp)  # one token decides
-    assert report.horizon_low < report.horizon / 1.5 and report.horizon_high > 1.2 * report.horizon
 
 
 # The verdict
@@ -185,25 +180,10 @@ def planted(bug: str, noise: str = "Gaussian", is_swapped: bool = False, **chang
     return arrays | dump.options | changes
 
 
-def few_other_experts(seed: int) -> tuple:
-    """At 3% of the tokens the gap is a hundred times as large, at no particular position."""
-    learner, actor = sampled(length=200, seed=seed)
-    wild, _ = sampled(length=200, noise=1.0, seed=seed)
-    is_other = torch.rand(learner.shape, generator=torch.Generator().manual_seed(seed)) < 0.03
-    return torch.where(is_other, wild, learner), actor
-
-
 def biased(bias: float, *shape: int) -> tuple:
     _, actor = sampled(*shape)
     noise = 0.01 * torch.randn(actor.shape, generator=torch.Generator().manual_seed(1))
     return (actor + bias + noise).clamp(max=-1e-6), actor
-
-
-def rare_large_ratios() -> tuple:
-    """A few tokens of which the actor thought little pull up a sample mean."""
-    learner, actor = sampled()
-    heavy = 0.02 * np.random.default_rng(0).standard_t(2, actor.shape)
-    return np.minimum(learner.numpy() + heavy, 0.0), actor
 
 
 def in_columns(times: float) -> tuple:
@@ -222,13 +202,9 @@ def weak_line(is_swapped: bool) -> tuple:
     return (dump[1], dump[0], dump[2]) if is_swapped else dump
 
 
-def in_bfloat16(tokens, size: float) -> tuple:
-    """Log ratios below the step of the file's type are mostly 0."""
-    return tuple(torch.tensor(x).bfloat16() for x in where(tokens, size, policy_logp(64, 200)))
-
-
 ROWS = np.arange(128)[:, None]
 PLACE = np.arange(100)[None]
+HERE_AND_THERE = np.random.default_rng(4).random((64, 100)) < 0.03
 EVEN = np.full((32, 100), -1.0)
 CERTAIN = np.where(np.random.default_rng(0).random((64, 200)) < 0.6, 0.0, policy_logp(64, 200))
 # By what is done: a dump, the kinds of bugs that are named or a verdict, and words of the report
@@ -239,6 +215,7 @@ VERDICTS = {
         "rounding or bug",
         "--precision bf16, and give advantages",
     ),
+    "half a bit": (lambda: sampled(noise=0.6), ["other"], "in use leave more than 0.8"),
     "rolled by one": (lambda: planted("shift"), ["shift"], "the token 1 before it"),
     "other labels": (lambda: (policy_logp(128, seed=5) - 2.5, policy_logp(128)), ["shift"], "e^2."),
     "0.8": (lambda: (0.8 * sampled()[1], sampled()[1]), ["temperature"], "does not divide"),
@@ -257,11 +234,21 @@ VERDICTS = {
     "even": (lambda: (EVEN - 0.25, EVEN), ["truncation"], ""),
     "even, and noise": (lambda: (noisy(EVEN), EVEN), "rounding", ""),
     "an even learner": (lambda: (EVEN, policy_logp(32)), ["other"], ""),
-    "below the file's step": (lambda: in_bfloat16(True, 0.001), "rounding", "lower bound"),
-    "a third above it": (lambda: in_bfloat16(ROWS[:64] % 3 == 0, 0.4), ["padding"], ""),
+    "below the file's step": (
+        lambda: [torch.tensor(x).bfloat16() for x in where(True, 0.001)],
+        "rounding",
+        "lower bound",
+    ),
     "certain tokens": (lambda: (noisy(CERTAIN), CERTAIN), "rounding", "exactly 0 at 60%"),
     "certain policies": (lambda: sampled(spread=30.0), "rounding", ""),
-    "other experts": (lambda: few_other_experts(0), ["heavy tail"], "of the squared gap"),
+    "other experts": (
+        lambda: (
+            np.where(HERE_AND_THERE, sampled(noise=1.0)[0], sampled()[0]),
+            sampled()[1],
+        ),
+        ["heavy tail"],
+        "of the squared gap",
+    ),
     "some last tokens": (
         lambda: where((PLACE == 99) & (ROWS % 8 == 0), 20.0),
         ["last token"],
@@ -272,7 +259,6 @@ VERDICTS = {
     "higher": (lambda: biased(0.012), ["mean ratio"], "give at most 1"),
     "far higher": (lambda: biased(0.5, 16, 50), ["mean ratio"], ""),
     "not higher": (lambda: biased(0.0, 16, 50), "rounding", ""),
-    "rare large ratios": (rare_large_ratios, "rounding", ""),
     "columns": (lambda: in_columns(8.0), ["template"], "from column 128 of the rows on"),
     "no columns": (lambda: in_columns(1.0), "rounding", ""),
     "raw logits": (
@@ -326,11 +312,11 @@ def test_a_verdict_is_of_the_tokens_that_count_wherever_they_are():
     report = mismatch(*wide, mask)
     expected = mismatch(learner[5:], logp[5:])
     assert report.kind == expected.kind == "beginning"
-    assert report.sequence_sample_size == pytest.approx(expected.sequence_sample_size)
     # Columns are compared, too, because sequences begin in different ones.
     symptoms = {symptom.name: symptom.value for symptom in report.symptoms}
-    assert symptoms.pop("a column") >= 0
-    assert symptoms == pytest.approx({x.name: x.value for x in expected.symptoms})
+    assert symptoms == pytest.approx(
+        {x.name: x.value for x in expected.symptoms} | {"a column": symptoms["a column"]}
+    )
 
 
 FILLED = {  # where fillers are, the tokens that count, and words
