@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl.distribution import Categorical
 from fp8rl.env import Cart
 from fp8rl.evaluate import evaluate, play, policy_of
 from fp8rl.machine.by_hand import NETWORKS_BY_HAND
@@ -45,22 +44,6 @@ def test_greedy_takes_the_likeliest_action_and_sampling_does_not_always():
     assert not np.array_equal(sampled, other)
 
 
-def test_sampled_actions_follow_neither_from_the_starts_nor_from_the_step_before():
-    seen = []
-
-    class Seen(Categorical):
-        @staticmethod
-        def noise(numbers):
-            seen.append(numbers.flatten())
-            return Categorical.noise(numbers)
-
-    env = Cart(2000)
-    env.distribution, starts = Seen, (env.obs / 0.05 + 1) / 2
-    evaluate(ActorCritic(), env, greedy=False)
-    apart = np.corrcoef(torch.stack((*starts.T, *seen[:3]))) - np.eye(5)
-    assert np.abs(apart).max() < 5 / math.sqrt(2000)
-
-
 def test_a_memory_is_kept_from_step_to_step():
     states = []
 
@@ -72,15 +55,6 @@ def test_a_memory_is_kept_from_step_to_step():
     evaluate(Watched(1), Cart(5, hide_velocity=True))
     assert states[0] is None and all(state.shape == (5, 64) for state in states[1:])
     assert not torch.equal(states[1], states[2])
-
-
-def test_it_computes_in_the_precision_that_is_given():
-    seen, model = [], ActorCritic()
-    model.actor.register_forward_hook(lambda _layer, _inputs, output: seen.append(output.dtype))
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        seen.clear()
-        evaluate(model, Cart(3), Precision(name))
-        assert set(seen) == {dtype}
 
 
 @pytest.mark.parametrize("name", available_precisions())
