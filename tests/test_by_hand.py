@@ -76,16 +76,12 @@ def test_they_are_those_of_autograd(name):
     require_equal(learner, batch)
 
 
-def test_many_rows_are_computed_in_blocks(monkeypatch):
+@pytest.mark.parametrize("rows", [1, 16, 30])
+def test_many_rows_are_computed_in_blocks(monkeypatch, rows):
     run = build(Config(**SHORT))
     run.advance(0)
-    batch = run.sample()
-    expected, _ = gradients(run.learner, batch, gradients_by_hand)
-    for rows in (1, 7, 16, 30, 67):
-        monkeypatch.setattr(by_hand, "ROWS", rows)
-        found, _ = gradients(run.learner, batch, gradients_by_hand)
-        for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7)
+    monkeypatch.setattr(by_hand, "ROWS", rows)
+    require_equal(run.learner, run.sample())
 
 
 def summed_alone(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -42,6 +42,8 @@ def test_greedy_takes_the_likeliest_action_and_sampling_does_not_always():
     sampled, again, other = (evaluate(model, Cart(50), greedy=False, seed=s) for s in (0, 0, 1))
     assert not np.array_equal(sampled, greedy) and np.array_equal(sampled, again)
     assert not np.array_equal(sampled, other)
+    policy, obs = policy_of(model, Cart(50), greedy=False), torch.zeros(50, 2)
+    assert not torch.equal(policy(obs), policy(obs))  # each step draws numbers of its own
 
 
 def test_a_memory_is_kept_from_step_to_step():
@@ -53,8 +55,7 @@ def test_a_memory_is_kept_from_step_to_step():
             return super().policy(obs, state)
 
     evaluate(Watched(1), Cart(5, hide_velocity=True))
-    assert states[0] is None and all(state.shape == (5, 64) for state in states[1:])
-    assert not torch.equal(states[1], states[2])
+    assert states[0] is None and not torch.equal(states[1], states[2])
 
 
 @pytest.mark.parametrize("name", available_precisions())

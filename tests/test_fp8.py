@@ -67,9 +67,9 @@ def test_scale_is_the_smallest_power_of_two_that_fits(dtype, largest):
     scale = fp8.power_of_two_scale(torch.tensor(largest), LARGEST_FLOAT8[dtype]).double()
     assert torch.frexp(scale).mantissa == 0.5
     assert largest / scale <= LARGEST_FLOAT8[dtype] < 2 * largest / scale
-    for tiny in (0.0, 1e-45, 1e-38):  # of which the scale stays a normal number
-        scale = fp8.power_of_two_scale(torch.tensor(tiny), LARGEST_FLOAT8[dtype])
-        assert scale >= torch.finfo(torch.float32).smallest_normal
+    # Of numbers near 0 it stays a normal number
+    tiny = fp8.power_of_two_scale(torch.tensor([0.0, 1e-45, 1e-38]), LARGEST_FLOAT8[dtype])
+    assert (tiny >= torch.finfo(torch.float32).smallest_normal).all()
 
 
 @FORMATS
@@ -203,17 +203,11 @@ def test_layer_is_its_three_matmuls(pair):
     torch.testing.assert_close(grad_w, g8.T @ x8, atol=1e-9, rtol=1e-5)
 
 
-@given(
-    rows=st.integers(1, 70),
-    bfloat16=st.booleans(),
-    emulate=st.sampled_from([None, True]),
-    seed=seeds,
-)
-def test_any_number_of_rows_is_the_padded_one_bit_for_bit(rows, bfloat16, emulate, seed):
-    generator = torch.Generator().manual_seed(seed)
+@given(rows=st.integers(1, 70), bfloat16=st.booleans(), emulate=st.sampled_from([None, True]))
+def test_any_number_of_rows_is_the_padded_one_bit_for_bit(rows, bfloat16, emulate):
     layer = twin_of(nn.Linear(32, 48))
     layer.emulate = emulate
-    x, grad = torch.randn(rows, 32, generator=generator), torch.randn(rows, 48, generator=generator)
+    x, grad = torch.randn(rows, 32), torch.randn(rows, 48)
     x = x.bfloat16() if bfloat16 else x
     missing = -rows % 16
     by_hand = gradients(layer, F.pad(x, (0, 0, 0, missing)), F.pad(grad, (0, 0, 0, missing)))
@@ -267,10 +261,9 @@ def test_conversion_reports_by_name_and_keeps_parameters():
         "actor": "its 2 outputs are not a multiple of 16",
         "critic": "its 1 outputs are not a multiple of 16",
     }
-    after = dict(model.named_parameters())
-    assert list(before) == list(after) and all(before[name] is after[name] for name in before)
-    for network, options in ((ActorCritic(hidden_size=30), "hidden_size"), (nn.Linear(2, 16), "")):
-        refused(f".*no layer can run in FP8 .*{options}", Precision("fp8").prepare, network)
+    assert all(p is before[name] for name, p in model.named_parameters())
+    prepare = Precision("fp8").prepare
+    refused(".*no layer can run in FP8 .*hidden_size", prepare, ActorCritic(hidden_size=30))
 
 
 def test_conversion_keeps_ties_hooks_and_the_mode_and_leaves_what_it_cannot_convert():

@@ -48,9 +48,6 @@ def test_episode_returns_equal_a_plain_loop_across_rollouts(seed, parts):
         rows = slice(start, start := start + length)
         columns = (torch.from_numpy(x[rows]).unsqueeze(-1) for x in (reward, flags))
         rollout = Rollout(None, None, *columns, None)
-        restored = EpisodeReturns((2, 1))
-        restored.load_state_dict(returns.state_dict())
-        returns = restored
         ours += returns.add(rollout).T.numpy()
     np.testing.assert_allclose(ours, expected)
     np.testing.assert_allclose(returns.open.flatten(), totals)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fp8rl import fp8, rng
 from fp8rl.build import Machine, build, build_population
-from fp8rl.fp8 import E4M3, E5M2, Float8Linear, Quantized
+from fp8rl.fp8 import E4M3, E5M2, Float8Linear
 from fp8rl.machine.gpu import install
 from fp8rl.recurrence import recurrence
 
@@ -137,21 +137,16 @@ def with_kernel(layer: Float8Linear) -> Float8Linear:
 # Quantizing
 
 
-def assert_same_bytes(found: Quantized, expected: Quantized) -> None:
-    """Scale and bytes."""
-    assert found.data.dtype == expected.data.dtype and found.data.shape == expected.data.shape
-    assert torch.equal(found.scale, expected.scale)
-    one, other = (x.data.contiguous().view(torch.uint8) for x in (found, expected))
-    assert torch.equal(one, other)
-
-
 def assert_quantizes_alike(x: torch.Tensor, dtype: torch.dtype) -> None:
+    """Scale and bytes, in each layout."""
     expected = fp8.quantize(x, dtype)
     for wanted in ((True, True), (True, False), (False, True)):
         by_row, by_column = found = triton_quantize.quantize(x, dtype, *wanted)
         assert tuple(each is not None for each in found) == wanted
         for each in filter(None, found):
-            assert_same_bytes(each, expected)
+            assert each.data.dtype == dtype and torch.equal(each.scale, expected.scale)
+            one, other = (y.data.contiguous().view(torch.uint8) for y in (each, expected))
+            assert torch.equal(one, other)
         assert by_row is None or by_row.data.is_contiguous()
         assert by_column is None or by_column.data.t().is_contiguous()
 
