@@ -180,6 +180,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(fields, tmp_path):
         run = resumed(tmp_path / f"{stop}.pt")
         assert len(run.history) == stop
         assert_same(trained(run), whole)
+        scalers = [each.learner.precision.scaler.state_dict() for each in (run, whole)]
+        assert scalers[0] == scalers[1]
 
 
 def test_a_ring_moves_into_a_folder_and_continues_there(tmp_path):

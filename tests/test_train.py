@@ -190,6 +190,7 @@ def test_what_a_run_starts_from_stays_as_it_is():
     for start in (state, state, elsewhere):
         runs.append(build(config))
         runs[-1].load_state_dict(start)
+        assert not runs[-1].learner.optimizer.param_groups[0]["capturable"]
         trained(runs[-1])
     assert_same(*runs[:2])
     assert_same(*runs[1:])
