@@ -1,7 +1,6 @@
 import contextlib
 import dataclasses
 import itertools
-import time
 
 import pytest
 import torch
@@ -97,10 +96,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated_or_written(
     fields, memmap, lower, tmp_path
 ):
     machine = Machine(memmap=tmp_path / "ring" if memmap else None)
-    began = time.process_time()  # of this process, however busy the machine is
     for function in (plan_run, build):
         refused(lower, function, small(**fields), machine, error=MemoryError)
-    assert time.process_time() - began < 1 and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_plan_says_of_what_a_run_is_made():

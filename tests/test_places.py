@@ -119,6 +119,13 @@ def test_adam_equals_its_equations_by_hand(text):
     assert not torch.equal(plain, kept)
 
 
+@pytest.mark.parametrize("m, v_kept", [(0.5, 1.0), (1.2, 1.5)])
+def test_v_is_not_rounded_down_where_a_step_would_become_longer(m, v_kept):
+    m, v = torch.tensor([[m]]), torch.tensor([[1.2]])
+    _, (_, kept) = places_of("v=e2m1:unscaled").moments(m, v, [1], {}, limit=1.0)
+    assert kept.item() == v_kept
+
+
 @pytest.mark.parametrize("text", ["", "weights=e4m3:stochastic m=e4m3 root=e4m3"])
 def test_a_skipped_step_changes_nothing_that_is_kept(text):
     """The first one, too, before which nothing has been counted that Adam could divide by."""

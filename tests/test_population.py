@@ -294,6 +294,10 @@ def test_a_population_continues_from_its_checkpoint(tmp_path):
     again.load_state_dict(state)
     assert set(found) == set(configs) and len(again.history) == 2
     assert_same_agents(whole(*configs), trained(again), configs)
+    again.stop(1, "it is stopped")
+    other = build_population(found)
+    other.load_state_dict(again.state_dict())
+    assert other.learner.precision.stopped.flatten().nonzero().tolist() == [[1]]
 
 
 def test_configs_are_split_where_shapes_differ():
