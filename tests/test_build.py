@@ -1,14 +1,10 @@
 import contextlib
-import copy
 import dataclasses
 import itertools
-import pickle
-import time
 
-import numpy as np
 import pytest
 import torch
-from helpers import SHORT, after, assert_same, refused, resumed, small, trained, weights
+from helpers import SHORT, after, assert_same, refused, resumed, small, trained
 
 from fp8rl.bits.places import places_of
 from fp8rl.build import Machine, build
@@ -19,7 +15,6 @@ from fp8rl.env import Cart
 from fp8rl.machine.by_hand import ActorCriticByHand, NormalizedByHand
 from fp8rl.machine.plan import plan_run
 from fp8rl.model import ActorCritic
-from fp8rl.normalization import NETWORKS
 from fp8rl.recurrent import RecurrentActorCritic
 from fp8rl.train import iterate
 
@@ -101,10 +96,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated_or_written(
     fields, memmap, lower, tmp_path
 ):
     machine = Machine(memmap=tmp_path / "ring" if memmap else None)
-    began = time.process_time()  # of this process, however busy the machine is
     for function in (plan_run, build):
         refused(lower, function, small(**fields), machine, error=MemoryError)
-    assert time.process_time() - began < 1 and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_plan_says_of_what_a_run_is_made():
@@ -159,45 +153,16 @@ def test_a_ring_in_a_folder_trains_the_same_agent(tmp_path):
     run = trained(build(config, machine))
     assert_same(run, trained(config))
     stored = MappedRing.open(tmp_path / "ring")
-    assert stored.proximal
     assert torch.equal(stored.fields["proximal_logp"], run.ring.fields["proximal_logp"])
     stored.close()
     other = dataclasses.replace(config, clip_by="actor")
     refused("memmap is .*, whose ring has proximal True", build, other, machine)
-    machine = Machine(memmap=tmp_path / "other")
-    build(other, machine).close()
-    refused("memmap is .*, whose ring has proximal None", build, config, machine)
-
-
-@pytest.mark.parametrize("codec", ["int8", "fp8"])
-def test_rounded_storage_trains_another_agent_as_well(codec):
-    config = small(steps=15_360, eval_every=0, eval_episodes=50, codec=codec)
-    run = trained(build(config))
-    plain = build(dataclasses.replace(config, codec="fp32"))
-    assert run.ring.nbytes < plain.ring.nbytes and run.history.last["clipped"] == 0
-    assert not torch.equal(weights(after(2, plain)), weights(after(2, build(config))))
-    assert run.history.final_return >= 195
-
-
-def test_without_replay_the_ring_stays_empty_but_in_a_folder(tmp_path):
-    config = Config(**SHORT | {"replay_updates": 0})
-    assert trained(build(config)).ring.size == 0
-    kept = trained(build(config, Machine(memmap=tmp_path / "ring"))).ring
-    assert kept.size == 2048 // config.num_envs
-
-
-def test_values_that_the_codec_clips_are_counted():
-    run = trained(build(Config(**SHORT, codec="int8", env_id=f"{__name__}:Narrow")))
-    position, velocity = run.ring.clipped.tolist()
-    clipped = run.history.column("clipped")
-    assert position > 0 == velocity
-    assert clipped[-1] == position and clipped[0] > 0 and (np.diff(clipped) > 0).all()
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        *({"precision": name} for name in ("fp32", "fp16")),
+        {"precision": "fp16"},
         {"precision": "fp8", "collect_precision": "fp32", "encoder": "gru", "hide_velocity": True},
         {"collect_precision": "fp8", "clip": 0.01, "clip_by": "learner"},
         {"codec": "int8", "capacity": 1_000, "extra_features": 2},  # the ring wraps around
@@ -213,20 +178,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(fields, tmp_path):
         run = resumed(tmp_path / f"{stop}.pt")
         assert len(run.history) == stop
         assert_same(trained(run), whole)
-    # One that is built by itself continues from it, too
-    run = build(whole.config)
-    run.load_state_dict(checkpoint.resume(tmp_path / "3.pt")[1])
-    assert_same(trained(run), whole)
-
-
-def test_a_resumed_run_may_change_its_machine(tmp_path):
-    config, path = Config(**SHORT), tmp_path / "checkpoint.pt"
-    placed = Machine(store_device="cpu", evaluate_device="cpu")
-    checkpoint.save(path, after(1, build(config)))
-    checkpoint.save(path, after(1, resumed(path, placed)))
-    run = trained(resumed(path))
-    assert len(run.history) == 4
-    assert_same(run, trained(config))
+        scalers = [each.learner.precision.scaler.state_dict() for each in (run, whole)]
+        assert scalers[0] == scalers[1]
 
 
 def test_a_ring_moves_into_a_folder_and_continues_there(tmp_path):
@@ -241,31 +194,23 @@ def test_a_ring_moves_into_a_folder_and_continues_there(tmp_path):
         assert torch.equal(run.ring.fields[name][:, :rows], field[:, :rows])
     checkpoint.save(path, run)
     run.ring.close()
-    assert checkpoint.resume(path)[1]["ring"] == {"folder": str(tmp_path / "ring")}
     run = after(1, resumed(path, folder))
     assert run.ring.size == 96 + 1 + 32 and len(run.history) == 4  # behind a dummy row
 
 
-def test_no_run_goes_on_with_another_ring_than_its_own_without_a_word(
-    tmp_path, capsys, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
+def test_no_run_goes_on_with_another_ring_than_its_own_without_a_word(tmp_path):
     config, memory, folder = Config(**SHORT), tmp_path / "memory.pt", tmp_path / "folder.pt"
+    machine = Machine(memmap=tmp_path / "ring")
     checkpoint.save(memory, after(2, build(config)))
-    run = after(2, build(config, Machine(memmap="ring")))  # from here
+    run = after(2, build(config, machine))
     checkpoint.save(folder, run)
     run.ring.close()
     rows = (tmp_path / "ring/obs.bin").read_bytes()
-    there = Machine(memmap="ring")
-    message = "memmap is ring, which holds another run's ring"
-    refused(message, resumed, memory, there, error=FileExistsError)
+    message = "memmap is .*, which holds another run's ring"
+    refused(message, resumed, memory, machine, error=FileExistsError)
     assert (tmp_path / "ring/obs.bin").read_bytes() == rows
     message = f"memmap is None and the run stored its ring in {tmp_path / 'ring'}"
     refused(message, resumed, folder, error=FileNotFoundError)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    resumed(folder, there).close()
-    assert f"the run stored its own in {tmp_path / 'ring'}" in capsys.readouterr().err
 
 
 @pytest.mark.cuda
@@ -276,11 +221,3 @@ def test_every_placement_trains(places):
     assert run.history.final_return >= 195
     assert next(run.model.parameters()).device.type == places[0]
     assert run.ring.device.type == places[2]
-
-
-@pytest.mark.parametrize("encoder, normalized", NETWORKS)
-def test_every_network_can_be_copied_and_pickled(encoder, normalized):
-    network, obs = NETWORKS[encoder, normalized](), torch.rand(3, 5, 2)
-    expected = network(obs)
-    for twin in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
-        assert type(twin) is type(network) and all(map(torch.equal, twin(obs), expected))

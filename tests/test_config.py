@@ -3,7 +3,7 @@ import math
 from types import SimpleNamespace
 
 import numpy as np
-from helpers import refused, trained
+from helpers import refused
 
 from fp8rl.config import Config
 from fp8rl.distribution import Gaussian
@@ -59,8 +59,6 @@ def test_values_out_of_range_or_of_another_type_are_refused():
         ("start_noise", {"env_id": "CartPole-v1", "start_noise": 0.1}),
     ):
         refused(f"{field} is ", Config, **fields)
-    # Nothing is replayed, so slices may be longer
-    Config(rollout_length=8, replay_updates=0, capacity=144)
 
 
 def test_numbers_become_pythons_own_whatever_they_come_from():
@@ -96,14 +94,11 @@ def test_what_follows_from_the_width_or_the_task():
         config = Config().settled(task)
         assert (config.gamma, config.entropy_coef) == (gamma, entropy_coef)
     for size, rate in ((16, 2e-3), (64, 1e-3), (256, 5e-4), (1024, 2.5e-4)):
-        assert Config(hidden_size=size).settled(Cart).learning_rate == rate
+        for config in (Config(), Config.of(Config().to_json())):
+            wide = dataclasses.replace(config, hidden_size=size).settled(Cart)
+            assert wide.learning_rate == rate
     chosen = Config(gamma=0.5, entropy_coef=0.3, learning_rate=0.1)
     assert chosen.settled(Cart) == chosen
-    for config in (Config(), Config.of(Config().to_json())):
-        wide = dataclasses.replace(config, hidden_size=1024).settled(Cart)
-        assert wide == Config(hidden_size=1024).settled(Cart) and wide.learning_rate == 2.5e-4
-        other = dataclasses.replace(config, env_id="Pendulum-v1").settled(Pendulum)
-        assert other == Config(env_id="Pendulum-v1").settled(Pendulum)
 
 
 def test_evaluations_come_when_asked_and_the_ring_is_no_larger_than_what_a_run_can_fill():
@@ -128,4 +123,3 @@ def test_published_is_the_published_loop():
     assert {name: getattr(config, name) for name in expected} == expected
     # A change wins over the published value
     assert Config.published(gamma=0.5, num_envs=2).gamma == 0.5
-    assert len(trained(dataclasses.replace(config, steps=512, eval_episodes=2)).history) == 4

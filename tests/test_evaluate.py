@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl.distribution import Categorical
 from fp8rl.env import Cart
 from fp8rl.evaluate import evaluate, play, policy_of
 from fp8rl.machine.by_hand import NETWORKS_BY_HAND
@@ -41,24 +40,10 @@ def test_greedy_takes_the_likeliest_action_and_sampling_does_not_always():
     greedy = evaluate(model, Cart(50))
     assert np.array_equal(greedy, play(right, Cart(50)))
     sampled, again, other = (evaluate(model, Cart(50), greedy=False, seed=s) for s in (0, 0, 1))
-    assert not np.array_equal(sampled, greedy) and np.array_equal(sampled, again)
-    assert not np.array_equal(sampled, other)
-
-
-def test_sampled_actions_follow_neither_from_the_starts_nor_from_the_step_before():
-    seen = []
-
-    class Seen(Categorical):
-        @staticmethod
-        def noise(numbers):
-            seen.append(numbers.flatten())
-            return Categorical.noise(numbers)
-
-    env = Cart(2000)
-    env.distribution, starts = Seen, (env.obs / 0.05 + 1) / 2
-    evaluate(ActorCritic(), env, greedy=False)
-    apart = np.corrcoef(torch.stack((*starts.T, *seen[:3]))) - np.eye(5)
-    assert np.abs(apart).max() < 5 / math.sqrt(2000)
+    assert np.array_equal(sampled, again)
+    assert not np.array_equal(sampled, greedy) and not np.array_equal(sampled, other)
+    policy, obs = policy_of(model, Cart(50), greedy=False), torch.zeros(50, 2)
+    assert not torch.equal(policy(obs), policy(obs))  # each step draws numbers of its own
 
 
 def test_a_memory_is_kept_from_step_to_step():
@@ -70,17 +55,7 @@ def test_a_memory_is_kept_from_step_to_step():
             return super().policy(obs, state)
 
     evaluate(Watched(1), Cart(5, hide_velocity=True))
-    assert states[0] is None and all(state.shape == (5, 64) for state in states[1:])
-    assert not torch.equal(states[1], states[2])
-
-
-def test_it_computes_in_the_precision_that_is_given():
-    seen, model = [], ActorCritic()
-    model.actor.register_forward_hook(lambda _layer, _inputs, output: seen.append(output.dtype))
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        seen.clear()
-        evaluate(model, Cart(3), Precision(name))
-        assert set(seen) == {dtype}
+    assert states[0] is None and not torch.equal(states[1], states[2])
 
 
 @pytest.mark.parametrize("name", available_precisions())

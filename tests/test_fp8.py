@@ -1,5 +1,4 @@
 import copy
-import functools
 import os
 import shutil
 import sys
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import refused
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.torch_version import TorchVersion
@@ -40,22 +39,6 @@ seeds = st.integers(0, 2**32 - 1)
 sixteens = st.integers(1, 8).map(lambda n: 16 * n)
 
 
-def decoded(dtype) -> torch.Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
-
-
-def assert_casts_like_oracle(x: torch.Tensor, dtype) -> None:
-    limit = LARGEST_FLOAT8[dtype]
-    with np.errstate(invalid="ignore"):  # NaN is among the inputs
-        expected = np.clip(x.numpy(), -limit, limit).astype(ORACLE[dtype])
-    ours = cast(x, dtype)
-    nan = torch.isnan(x)
-    assert torch.equal(ours.float().isnan(), nan)
-    assert np.array_equal(
-        ours.view(torch.uint8).numpy()[~nan.numpy()], expected.view(np.uint8)[~nan.numpy()]
-    )
-
-
 def random_pair(seed, rows, inner, columns):
     generator = torch.Generator().manual_seed(seed)
     magnitude = 10 ** (torch.rand(2, generator=generator) * 12 - 6)
@@ -66,22 +49,13 @@ def random_pair(seed, rows, inner, columns):
 
 @FORMATS
 def test_numbers_encode_like_ml_dtypes(dtype):
-    """All of 16 bits, midpoints between two codes with their neighbours, and special ones."""
+    """All of 16 bits, infinities and NaN among them."""
+    limit = LARGEST_FLOAT8[dtype]
     for source in (torch.bfloat16, torch.float16):
-        assert_casts_like_oracle(
-            torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(source).float(), dtype
-        )
-    codes = decoded(dtype)
-    codes = codes[codes.isfinite()].unique()
-    midpoint = (codes[1:] + codes[:-1]) / 2  # exact in float32
-    up, down = torch.tensor(torch.inf), torch.tensor(-torch.inf)
-    assert_casts_like_oracle(
-        torch.cat((midpoint, midpoint.nextafter(up), midpoint.nextafter(down))), dtype
-    )
-    tiny = torch.finfo(torch.float32).smallest_normal
-    assert_casts_like_oracle(
-        torch.tensor([0.0, -0.0, tiny, -tiny, tiny / 4, torch.inf, -torch.inf, torch.nan]), dtype
-    )
+        x = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(source).float()
+        with np.errstate(invalid="ignore"):  # NaN is among the inputs
+            expected = np.clip(x.numpy(), -limit, limit).astype(ORACLE[dtype]).astype(np.float32)
+        assert np.array_equal(cast(x, dtype).float().numpy(), expected, equal_nan=True)
 
 
 # Scales
@@ -89,47 +63,27 @@ def test_numbers_encode_like_ml_dtypes(dtype):
 
 @FORMATS
 @given(largest=st.floats(2**-100, 2**127, width=32))
+@example(largest=448.0)  # the largest number itself, times a power of two in e5m2
 def test_scale_is_the_smallest_power_of_two_that_fits(dtype, largest):
     scale = fp8.power_of_two_scale(torch.tensor(largest), LARGEST_FLOAT8[dtype]).double()
     assert torch.frexp(scale).mantissa == 0.5
     assert largest / scale <= LARGEST_FLOAT8[dtype] < 2 * largest / scale
-    for tiny in (0.0, 1e-45, 1e-38):  # of which the scale stays a normal number
-        scale = fp8.power_of_two_scale(torch.tensor(tiny), LARGEST_FLOAT8[dtype])
-        assert scale >= torch.finfo(torch.float32).smallest_normal
-
-
-def test_no_rows_are_quantized_to_no_rows_and_the_largest_number_stays_finite():
-    for shape in ((0, 16), (16, 0), (2, 0, 16), (0, 4, 16)):
-        assert quantize(torch.zeros(shape)).dequantize().shape == shape
-    largest = torch.full((1, 1), torch.finfo(torch.float32).max)
-    for dtype in (E4M3, E5M2):
-        assert quantize(largest, dtype).dequantize().isfinite().all()
+    # Of numbers near 0 it stays a normal number
+    tiny = fp8.power_of_two_scale(torch.tensor([0.0, 1e-45, 1e-38]), LARGEST_FLOAT8[dtype])
+    assert (tiny >= torch.finfo(torch.float32).smallest_normal).all()
 
 
 @FORMATS
 @given(seed=seeds, bad=st.sampled_from([torch.inf, -torch.inf, torch.nan]))
 def test_a_bad_number_is_nan_and_leaves_the_others_as_they_are(dtype, seed, bad):
-    generator = torch.Generator().manual_seed(seed)
     x, _ = random_pair(seed, 5, 16, 1)
-    row, column = (torch.randint(size, (), generator=generator) for size in x.shape)
-    x[row, column] = 0
+    x[3, 7] = 0
     expected = quantize(x, dtype)
-    x[row, column] = bad
+    x[3, 7] = bad
     found = quantize(x, dtype)
-    assert torch.equal(found.scale, expected.scale) and found.dequantize()[row, column].isnan()
-    found.data[row, column] = 0
+    assert torch.equal(found.scale, expected.scale) and found.dequantize()[3, 7].isnan()
+    found.data[3, 7] = 0
     assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
-    assert quantize(torch.full_like(x, bad), dtype).dequantize().isnan().all()
-
-
-@FORMATS
-@given(seed=seeds)
-def test_each_of_several_matrices_is_quantized_as_if_alone(dtype, seed):
-    x, _ = random_pair(seed, 4, 16, 1)
-    x = (x * 10 ** torch.tensor([[-6.0], [0.0], [6.0], [0.0]])).unsqueeze(1)
-    together = quantize(x, dtype)
-    alone = torch.stack([quantize(matrix, dtype).dequantize() for matrix in x])
-    assert torch.equal(together.dequantize(), alone) and together.scale.shape == (4,)
 
 
 @pytest.mark.skipif(not CPU_MULTIPLIES, reason="torch's CPU kernel came with 2.13")
@@ -240,30 +194,21 @@ def gradients(layer, x, grad):
 
 
 def test_layer_is_its_three_matmuls(pair):
-    linear, converted, x, grad = pair
-    made = Float8Linear(64, 64)
-    made.load_state_dict(linear.state_dict())
+    linear, layer, x, grad = pair
     x8 = quantize(x).dequantize()
     w8 = quantize(linear.weight.detach()).dequantize()
     g8 = quantize(grad, E5M2).dequantize()
-    for layer in (converted, made):
-        y, grad_x, grad_w, _ = gradients(layer, x, grad)
-        torch.testing.assert_close(y, x8 @ w8.T + linear.bias.detach())
-        torch.testing.assert_close(grad_x, g8 @ w8, atol=1e-9, rtol=1e-5)
-        torch.testing.assert_close(grad_w, g8.T @ x8, atol=1e-9, rtol=1e-5)
+    y, grad_x, grad_w, _ = gradients(layer, x, grad)
+    torch.testing.assert_close(y, x8 @ w8.T + linear.bias.detach())
+    torch.testing.assert_close(grad_x, g8 @ w8, atol=1e-9, rtol=1e-5)
+    torch.testing.assert_close(grad_w, g8.T @ x8, atol=1e-9, rtol=1e-5)
 
 
-@given(
-    rows=st.integers(1, 70),
-    bfloat16=st.booleans(),
-    emulate=st.sampled_from([None, True]),
-    seed=seeds,
-)
-def test_any_number_of_rows_is_the_padded_one_bit_for_bit(rows, bfloat16, emulate, seed):
-    generator = torch.Generator().manual_seed(seed)
+@given(rows=st.integers(1, 70), bfloat16=st.booleans(), emulate=st.sampled_from([None, True]))
+def test_any_number_of_rows_is_the_padded_one_bit_for_bit(rows, bfloat16, emulate):
     layer = twin_of(nn.Linear(32, 48))
     layer.emulate = emulate
-    x, grad = torch.randn(rows, 32, generator=generator), torch.randn(rows, 48, generator=generator)
+    x, grad = torch.randn(rows, 32), torch.randn(rows, 48)
     x = x.bfloat16() if bfloat16 else x
     missing = -rows % 16
     by_hand = gradients(layer, F.pad(x, (0, 0, 0, missing)), F.pad(grad, (0, 0, 0, missing)))
@@ -274,18 +219,13 @@ def test_any_number_of_rows_is_the_padded_one_bit_for_bit(rows, bfloat16, emulat
     assert torch.equal(grad_b, grad.sum(0)) and grad_x.dtype == x.dtype
 
 
-@pytest.mark.parametrize("rows", [0, 5, 32])
-def test_a_held_weight_is_quantized_once(monkeypatch, pair, rows):
+def test_a_held_weight_is_quantized_once(pair):
     _, layer, x, _ = pair
-    seen, held = [], layer.held()
-    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-        with mode():
-            assert torch.equal(held(x[:rows]), layer(x[:rows]))
-    monkeypatch.setattr(
-        fp8, "quantize", lambda x, dtype: seen.append(x.shape) or quantize(x, dtype)
-    )
-    held(x)
-    assert seen == [x.shape]
+    held = layer.held()
+    for rows in (0, 5, 32):
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            with mode():
+                assert torch.equal(held(x[:rows]), layer(x[:rows]))
     with torch.no_grad():
         before = layer(x)
         layer.weight.mul_(1.1)
@@ -293,7 +233,7 @@ def test_a_held_weight_is_quantized_once(monkeypatch, pair, rows):
 
 
 def test_layer_takes_any_shape_strides_and_bfloat16(pair):
-    linear, layer, x, _ = pair
+    _, layer, x, _ = pair
     for shape in ((64,), (5, 64), (4, 8, 64)):
         each = torch.randn(shape)
         assert layer(each).shape == shape
@@ -304,9 +244,8 @@ def test_layer_takes_any_shape_strides_and_bfloat16(pair):
     # The gradient arrives with strides of its own
     (y.t().contiguous() @ torch.ones(32, 1)).sum().backward()
     for shape in ((0, 64), (3, 0, 64)):
-        for each in (linear, layer):
-            y, grad_x, *others = gradients(each, torch.zeros(shape), torch.zeros(shape))
-            assert y.shape == grad_x.shape == shape and not any(grad.any() for grad in others)
+        y, grad_x, *others = gradients(layer, torch.zeros(shape), torch.zeros(shape))
+        assert y.shape == grad_x.shape == shape and not any(grad.any() for grad in others)
     y, grad_x, grad_w, _ = gradients(layer, x.bfloat16(), torch.ones(512, 64))
     assert y.dtype == grad_w.dtype == torch.float32 and grad_x.dtype == torch.bfloat16
 
@@ -323,10 +262,9 @@ def test_conversion_reports_by_name_and_keeps_parameters():
         "actor": "its 2 outputs are not a multiple of 16",
         "critic": "its 1 outputs are not a multiple of 16",
     }
-    after = dict(model.named_parameters())
-    assert list(before) == list(after) and all(before[name] is after[name] for name in before)
-    for network, options in ((ActorCritic(hidden_size=30), "hidden_size"), (nn.Linear(2, 16), "")):
-        refused(f".*no layer can run in FP8 .*{options}", Precision("fp8").prepare, network)
+    assert all(p is before[name] for name, p in model.named_parameters())
+    narrow = ActorCritic(hidden_size=30)
+    refused(".*no layer can run in FP8 .*hidden_size", Precision("fp8").prepare, narrow)
 
 
 def test_conversion_keeps_ties_hooks_and_the_mode_and_leaves_what_it_cannot_convert():
@@ -338,20 +276,13 @@ def test_conversion_keeps_ties_hooks_and_the_mode_and_leaves_what_it_cannot_conv
     assert seen == ["forward", "backward"] and not model[0].training
     alone = nn.Linear(16, 16)
     assert convert_linears(alone) == convert_linears(alone) == {"": None}
-    assert type(alone) is Float8Linear
-    tied = nn.Linear(16, 16)
-    model = nn.Sequential(tied, tied)
+    model = nn.Sequential(alone, alone)
     assert convert_linears(model) == {"0": None, "1": None}
-    assert model[0].weight is model[1].weight is tied.weight
-    by_hook = nn.Sequential(nn.utils.spectral_norm(nn.Linear(16, 16)))
-    assert convert_linears(by_hook) == {"0": None}
-    by_hook(torch.ones(16, 16)).sum().backward()
-    # The hook computes the weight anew
-    assert by_hook[0].weight.grad_fn and by_hook[0].weight_orig.grad.any()
-    parametrized = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)))
-    assert "ParametrizedLinear" in convert_linears(parametrized)["0"]
-    double = nn.Sequential(nn.Linear(16, 16, dtype=torch.float64))
-    assert "torch.float64" in convert_linears(double)["0"]
+    assert model[0].weight is model[1].weight is alone.weight
+    parametrized = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+    double = nn.Linear(16, 16, dtype=torch.float64)
+    for layer, why in ((parametrized, "ParametrizedLinear"), (double, "torch.float64")):
+        assert why in convert_linears(nn.Sequential(layer))["0"]
     # A transformer layer reads its weights itself
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
     reasons = convert_linears(layer)
@@ -367,10 +298,6 @@ def test_an_overflow_within_a_pass_skips_the_step(name, backward, where):
     model = precision.prepare(ActorCritic())
     convert_linears(model, E4M3, backward)
     optimizer = torch.optim.Adam(model.parameters())
-    seen = {}
-    layer = model.hidden[0]
-    layer.register_forward_pre_hook(lambda _, x: seen.update(forward=x[0].detach()))
-    layer.register_full_backward_hook(lambda _, dx, dy: seen.update(backward=dy[0]))
     with torch.no_grad():
         model.inputs.weight.fill_(4)  # a number near float32's largest overflows
     before = nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -383,7 +310,6 @@ def test_an_overflow_within_a_pass_skips_the_step(name, backward, where):
     if where == "backward":
         loss = 1e3 * (1e38 * loss)
     report = precision.step(loss, optimizer, 0.5)
-    assert seen[where].isinf().any()
     assert report.skipped and report.loss_scale == 1
     assert torch.equal(before, nn.utils.parameters_to_vector(model.parameters()))
     logits, values = model(torch.rand(16, 2))
@@ -395,32 +321,21 @@ def test_an_overflow_within_a_pass_skips_the_step(name, backward, where):
     row=st.integers(0, 19),
     bad=st.sampled_from([torch.nan, torch.inf, -torch.inf]),
     backward=st.sampled_from([E4M3, E5M2]),
-    seed=seeds,
 )
-def test_a_bad_row_stays_in_its_row_and_spoils_the_weight_s_gradient(row, bad, backward, seed):
-    layer, x, grad = converted((E4M3, backward), seed)
+def test_a_bad_row_stays_in_its_row_and_spoils_the_weight_s_gradient(row, bad, backward):
+    layer = nn.Linear(32, 48)
+    convert_linears(layer, E4M3, backward)
+    x, grad = torch.randn(20, 32), torch.randn(20, 48)
     others = torch.arange(20) != row
     x[row] = 0
-    y, good_grad_x, _, _ = gradients(layer, x, grad)
-    bad_x = x.clone()
-    bad_x[row, 5] = bad
-    bad_y, grad_x, grad_w, _ = gradients(layer, bad_x, grad)
-    assert bad_y[row].isnan().all() and torch.equal(bad_y[others], y[others])
-    assert torch.equal(grad_x, good_grad_x) and grad_w[:, 5].isnan().all()
     grad[row] = 0
-    _, good_grad_x, _, _ = gradients(layer, x, grad)
+    y, good_grad_x, _, _ = gradients(layer, x, grad)
+    x[row, 5] = bad
     grad[row, 5] = bad
-    _, grad_x, grad_w, _ = gradients(layer, x, grad)
+    bad_y, grad_x, grad_w, _ = gradients(layer, x, grad)
+    assert bad_y[row].isnan().all() and torch.equal(bad_y[others], y[others])
     assert grad_x[row].isnan().all() and torch.equal(grad_x[others], good_grad_x[others])
-    assert grad_w[5].isnan().all()
-
-
-def converted(formats, seed: int) -> tuple[Float8Linear, torch.Tensor, torch.Tensor]:
-    """A layer, its input and the gradient of its output."""
-    torch.manual_seed(seed)
-    layer = nn.Linear(32, 48)
-    convert_linears(layer, *formats)
-    return layer, torch.randn(20, 32), torch.randn(20, 48)
+    assert grad_w[:, 5].isnan().all() and grad_w[5].isnan().all()
 
 
 # Transformed
@@ -428,40 +343,23 @@ def converted(formats, seed: int) -> tuple[Float8Linear, torch.Tensor, torch.Ten
 SMALL = (nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
 
 
-def squares(model, parameters, x) -> torch.Tensor:
-    return torch.func.functional_call(model, parameters, (x,)).square().sum()
-
-
 def test_torch_func_gives_the_gradients_of_backward_bit_for_bit():
     model = copy.deepcopy(nn.Sequential(*SMALL))
     convert_linears(model)
     parameters, x = dict(model.named_parameters()), torch.randn(20, 16, requires_grad=True)
-    squares(model, parameters, x).backward()
-    loss = functools.partial(squares, model)
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    loss(parameters, x).backward()
     found, of_x = torch.func.grad(loss, argnums=(0, 1))(parameters, x.detach())
     assert all(torch.equal(found[name], p.grad) for name, p in parameters.items())
     assert torch.equal(of_x, x.grad)
-    (again,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    assert torch.equal(again, x.grad)
-
-
-def test_what_torch_func_cannot_do_with_it_is_said_in_one_line():
-    model, x = nn.Sequential(*copy.deepcopy(SMALL)), torch.randn(20, 16)
-    convert_linears(model)
-    parameters, options = dict(model.named_parameters()), {"error": RuntimeError}
-    several = torch.randn(3, 20, 16)
-    of_each = torch.func.vmap(torch.func.grad(functools.partial(squares, model)), (None, 0))
-    batch = "You tried to vmap over _Float8Matmuls"
-    refused(batch, torch.func.vmap(model), several, **options)
-    refused(batch, of_each, parameters, several, **options)
-    forward_mode = "You must implement the jvp function"
-    refused(forward_mode, torch.func.jvp, model, (x,), (x,), error=NotImplementedError)
-    x.requires_grad_()
     for first in (x, model[0].weight):
-        for final in (torch.sum, lambda y: y.square().sum()):  # of the first, a constant gradient
-            (gradient,) = torch.autograd.grad(final(model(x)), first, create_graph=True)
-            twice = gradient.square().sum().backward
-            refused("Float8Linear has no second derivative", twice, **options)
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), first, create_graph=True)
+        assert torch.equal(gradient, first.grad)
+        twice = gradient.square().sum().backward
+        refused("Float8Linear has no second derivative", twice, error=RuntimeError)
 
 
 # Compiled
@@ -475,7 +373,7 @@ def test_compiled_it_quantizes_and_multiplies_alike(pair, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     _, layer, x, grad = pair
     compiled = torch.compile(layer)
-    for of_input, of_grad in ((1, 1), (0, 1), (1e-38, 1), (1, 1e30)):
+    for of_input, of_grad in ((1, 1), (1e-38, 1e30)):
         *plain, bias = gradients(layer, of_input * x, of_grad * grad)
         *others, other_bias = gradients(compiled, of_input * x, of_grad * grad)
         assert all(map(torch.equal, plain, others))

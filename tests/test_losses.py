@@ -17,7 +17,7 @@ from fp8rl.losses import (
     statistics_of,
     vtrace,
 )
-from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
+from fp8rl.rollout import DUMMY, TERMINATED, Rollout
 
 GAMMA = 0.9
 seeds = st.integers(0, 2**32 - 1)
@@ -60,50 +60,6 @@ def vtrace_as_written(values, log_ratios, rollout, lam):
     return vs[:-1], advantage
 
 
-@given(seeds, lengths, lambdas)
-def test_vtrace_equals_its_slow_twin(seed, length, lam):
-    case = random_rollout(seed, length)
-    ours = targets_of(*case, lam)
-    value, advantage = vtrace_as_written(*case, lam)
-    np.testing.assert_allclose(ours.value.numpy(), value, atol=1e-6)
-    np.testing.assert_allclose(ours.advantage.numpy(), advantage, atol=1e-6)
-    np.testing.assert_allclose(
-        ours.ratio.numpy(), np.where(case[2].valid, case[1].exp().numpy(), 1)
-    )
-
-
-@given(seeds, lengths, lambdas)
-def test_on_policy_the_advantage_is_gae(seed, length, lam):
-    values, log_ratios, rollout = random_rollout(seed, length, batch=1, on_policy=True)
-    expected, following = [], 0.0
-    for t in reversed(range(length)):
-        flag = int(rollout.flags[t, 0])
-        bootstrap = 0.0 if flag & TERMINATED else GAMMA * values[t + 1, 0].item()
-        delta = rollout.reward[t, 0].item() + bootstrap - values[t, 0].item()
-        following = 0.0 if flag & DUMMY else delta + (0.0 if flag else GAMMA * lam * following)
-        expected.insert(0, following)
-    np.testing.assert_allclose(
-        targets_of(values, log_ratios, rollout, lam).advantage[:, 0], expected, atol=1e-6
-    )
-
-
-def test_truncation_bootstraps_and_termination_does_not():
-    zero, one = torch.zeros(1, 1), torch.ones(1, 1)
-    for flag, bootstrap, expected in (
-        (0, True, 5.5),
-        (0, False, 5.5),
-        (TRUNCATED, True, 5.5),
-        (TRUNCATED, False, 1),
-        (TERMINATED, True, 1),
-        (TERMINATED, False, 1),
-    ):
-        discounts = discounts_of(
-            torch.tensor([[flag]], dtype=torch.uint8), GAMMA, bootstrap_truncation=bootstrap
-        )
-        targets = vtrace(torch.tensor([[0.0], [5.0]]), one, discounts, zero, one.bool())
-        assert targets.value.item() == pytest.approx(expected)
-
-
 def loss_of(logits, values, rollout, **changes):
     config = dataclasses.replace(SETTINGS, **changes)
     loss, measured = actor_critic_loss(logits, values, rollout, config)
@@ -113,10 +69,16 @@ def loss_of(logits, values, rollout, **changes):
 
 
 @given(
-    seeds, lengths, st.booleans(), st.booleans(), st.sampled_from([0.2, 2.0, None]), st.booleans()
+    seeds,
+    lengths,
+    lambdas,
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([0.2, 2.0, None]),
+    st.booleans(),
 )
 def test_loss_and_gradient_equal_the_sum_over_valid_rows(
-    seed, length, correct, normalize, clip, decoupled
+    seed, length, lam, correct, normalize, clip, decoupled
 ):
     values, _, rollout = random_rollout(seed, length)
     if decoupled:
@@ -126,7 +88,7 @@ def test_loss_and_gradient_equal_the_sum_over_valid_rows(
     logits = torch.randn(length + 1, 3, 2, dtype=torch.float64, generator=generator)
     logits.requires_grad_()
     values.requires_grad_()
-    options = {"normalize_advantage": normalize, "clip": clip}
+    options = {"lam": lam, "normalize_advantage": normalize, "clip": clip}
     loss, _ = loss_of(logits, values, rollout, importance_correction=correct, **options)
     ours = torch.autograd.grad(loss, (logits, values))
 
@@ -136,7 +98,7 @@ def test_loss_and_gradient_equal_the_sum_over_valid_rows(
     all_logp = log_policy[:-1].gather(-1, rollout.action[..., None])[..., 0].detach()
     log_ratios = all_logp - rollout.behavior_logp
     corrected = log_ratios if correct else torch.zeros_like(log_ratios)
-    written = vtrace_as_written(values.detach(), corrected, rollout, 0.95)
+    written = vtrace_as_written(values.detach(), corrected, rollout, lam)
     target, advantage = map(torch.from_numpy, written)
     advantage = torch.stack([advantage[row] for row in rows])
     if normalize:
@@ -183,11 +145,6 @@ def test_statistics_by_hand():
     }
     assert stats.pop("loss") == loss and loss.requires_grad
     assert {name: stat.item() for name, stat in stats.items()} == pytest.approx(expected, rel=1e-5)
-    narrow = torch.full((11, 3, 1), -2.0)  # positive log-densities, and those of dummy rows are 0
-    outputs = torch.cat((torch.zeros(11, 3, 1), narrow), dim=-1)
-    values, _, rollout = random_rollout(3, 10)
-    stats = loss_of(outputs, values, rollout._replace(action=torch.zeros(10, 3, 1)))[1]
-    assert stats["min_logp"].item() == pytest.approx(2 - 0.5 * np.log(2 * np.pi))
 
 
 @pytest.mark.parametrize("clip, share", [(0.4, 1.0), (0.55, 0.5), (0.7, 0.0), (None, 0.0)])
@@ -202,40 +159,12 @@ def test_the_clip_fraction_by_hand(clip, share):
         flags=torch.tensor([[0], [TERMINATED], [DUMMY]], dtype=torch.uint8),
         behavior_logp=torch.tensor([[0.5], [0.4], [0.5]]).log(),
     )
-    options = {"lam": 0.0, "normalize_advantage": False, "clip": clip}
-    stats = loss_of(logits, torch.zeros(4, 1), rollout, **options)[1]
-    assert stats["clip_fraction"].item() == share
     decoupled = rollout._replace(proximal_logp=torch.tensor([[0.8], [0.2], [0.5]]).log())
-    stats = loss_of(logits, torch.zeros(4, 1), decoupled, **options)[1]
-    assert stats["clip_fraction"].item() == 0
-    assert stats["max_ratio"].item() == pytest.approx(1.6)  # this one is of the behaviour policy
-
-
-def test_inputs_are_not_modified():
-    values, log_ratios, rollout = random_rollout(1, 8)
-    inputs = [torch.randn(9, 3, 2, requires_grad=True), values.requires_grad_(), *rollout[:5]]
-    before = [x.detach().clone() for x in (*inputs, log_ratios)]
-    loss_of(*inputs[:2], rollout)[0].backward()
-    targets_of(values.detach(), log_ratios, rollout, 0.95)
-    assert all(torch.equal(x, y) for x, y in zip((*inputs, log_ratios), before, strict=True))
-
-
-@given(seeds, st.sampled_from([0.0, 1.0, 100.0]), st.sampled_from([1e-2, 1.0]))
-def test_normalization_survives_a_mean_far_larger_than_the_deviation(seed, mean, deviation):
-    torch.manual_seed(seed)
-    rewards = mean + deviation * torch.randn(1, 512)
-    flags = torch.full((1, 512), TERMINATED, dtype=torch.uint8)
-    actions = torch.zeros(1, 512, dtype=torch.int64)
-    rollout = Rollout(torch.zeros(2, 512, 2), actions, rewards, flags, torch.zeros(1, 512))
-    logits = torch.zeros(2, 512, 2, requires_grad=True)
-    options = {"importance_correction": False, "clip": None, "entropy_coef": 0.0}
-    loss, _ = loss_of(logits, torch.zeros(2, 512), rollout, **options)
-    (gradient,) = torch.autograd.grad(loss, logits)
-    exact = rewards.double()[0]
-    # Of the logit of the action taken
-    expected = -0.5 * (exact - exact.mean()) / (exact.std(correction=0) + FLOOR) / 512
-    found = gradient[0, :, 0].double()
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=0.01 * 0.5 / 512)
+    options = {"lam": 0.0, "normalize_advantage": False, "clip": clip}
+    for batch, expected in ((rollout, share), (decoupled, 0)):
+        stats = loss_of(logits, torch.zeros(4, 1), batch, **options)[1]
+        assert stats["clip_fraction"].item() == expected
+        assert stats["max_ratio"].item() == pytest.approx(1.6)  # of the behaviour policy
 
 
 NOT_NUMBERS = st.sampled_from([np.nan, np.inf, -np.inf])
@@ -287,18 +216,14 @@ def test_actions_that_are_masked_out_have_no_part_in_the_loss(seed, actions, ent
     values, _, rollout = random_rollout(seed, 6)
     generator = torch.Generator().manual_seed(seed)
     few = torch.randn(7, 3, actions, dtype=torch.float64, generator=generator)
-    masked_out = torch.full((7, 3, 1), mask, dtype=torch.float64)
-    more = torch.cat((few, masked_out), dim=-1).requires_grad_()
+    more = torch.nn.functional.pad(few, (0, 1), value=mask).requires_grad_()
     few.requires_grad_()
-    loss, stats = loss_of(few, values, rollout, entropy_coef=entropy_coef)
-    masked, masked_stats = loss_of(more, values, rollout, entropy_coef=entropy_coef)
+    loss, _ = loss_of(few, values, rollout, entropy_coef=entropy_coef)
+    masked, _ = loss_of(more, values, rollout, entropy_coef=entropy_coef)
     torch.testing.assert_close(masked, loss)
-    torch.testing.assert_close(masked_stats, stats)
     (expected,), (gradient,) = torch.autograd.grad(loss, few), torch.autograd.grad(masked, more)
     settings = dataclasses.replace(SETTINGS, entropy_coef=entropy_coef)
     by_hand, *_ = loss_gradients(more, values, rollout, settings)
     for found in (gradient[:-1], by_hand):
         torch.testing.assert_close(found[..., :-1], expected[:-1], rtol=1e-5, atol=1e-6)
         assert not found[..., -1].any()
-    taken_before = rollout._replace(action=torch.full_like(rollout.action, actions))
-    assert loss_of(more, values, taken_before)[1]["policy_loss"] == 0  # the ratio is 0, too

@@ -1,7 +1,6 @@
 """Adam with weights and moments in few bits, for any module (bits/low_bit_adam.py)."""
 
 import copy
-import doctest
 import functools
 import operator
 import pickle
@@ -13,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fp8rl.bits import low_bit_adam
 from fp8rl.bits.low_bit_adam import LowBitAdam, seeded_noise
 from fp8rl.bits.packed_tensors import pack, unpack
 from fp8rl.bits.packed_weights import PackedParameter
@@ -98,30 +96,6 @@ def test_without_formats_it_is_torchs_adam(kind, options):
     torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_rounded_once_a_step_it_is_torchs_fused_adam_on_bfloat16_and_not_its_loop(fused):
-    formats = {"weights": "bf16", "m": "bf16:independent", "v": "bf16:nearest:independent"}
-    start = (0.05 * torch.randn(2_000)).bfloat16()
-    low_bit = start.float().requires_grad_()
-    theirs = start.clone().requires_grad_()
-    optimizer = LowBitAdam([low_bit], **formats)
-    adam = torch.optim.Adam([theirs], fused=fused, foreach=False)
-    for _ in range(50):
-        gradient = torch.randn(2_000).bfloat16()
-        low_bit.grad = gradient.float()
-        theirs.grad = gradient
-        optimizer.step()
-        adam.step()
-    state = adam.state[theirs]
-    assert torch.equal(stored(optimizer, "m")[0], state["exp_avg"].float())
-    equal_v = stored(optimizer, "v")[0] == state["exp_avg_sq"].float()
-    equal_weights = (low_bit == theirs.float()).float().mean()
-    if fused:  # torch computes the corrections of the bias in float64
-        assert equal_v.all() and equal_weights > 0.99
-    else:
-        assert equal_v.float().mean() < 0.5 and equal_weights < 0.9
-
-
 def row_of(tensors) -> torch.Tensor:
     return torch.cat([x.detach().flatten() for x in tensors]).unsqueeze(0)
 
@@ -190,20 +164,8 @@ def test_what_is_stored_is_what_was_rounded(text, shape, size, seed):
     assert codes.dtype.itemsize == (4 if no_type else 2 if "16" in text else 1)
 
 
-def test_a_parameter_that_is_not_contiguous():
-    convolution = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
-    optimizer = LowBitAdam(
-        convolution.parameters(), weights="e4m3:block", m="bf16", root="e4m3:block"
-    )
-    optimizer.attach(convolution)
-    convolution(torch.randn(2, 3, 4, 4)).sum().backward()
-    optimizer.step()
-    weights = stored(optimizer, "weights")
-    assert all(map(torch.equal, weights, copy.deepcopy(convolution).parameters()))
-
-
-@pytest.mark.parametrize("formats, attached", [(WAYS[1], False), *((w, True) for w in WAYS)])
-def test_a_state_continues_bit_for_bit(tmp_path, formats, attached):
+@pytest.mark.parametrize("formats", WAYS, ids=str)
+def test_a_state_continues_bit_for_bit(tmp_path, formats):
     module, other = network(), network()
     optimizer = LowBitAdam(module.parameters(), lr=2e-3, **formats)
     train(module, optimizer)
@@ -213,18 +175,15 @@ def test_a_state_continues_bit_for_bit(tmp_path, formats, attached):
 
     # Named in another order
     resumed = LowBitAdam(other.parameters(), **dict(reversed(formats.items())))
-    if attached:
-        resumed.attach(other)
+    resumed.attach(other)
     weights, loaded = torch.load(tmp_path / "a.pt", weights_only=True)
     assert same(loaded, state)  # which the steps since have not changed
     if not formats.get("weights"):
         other.load_state_dict(weights)
     resumed.load_state_dict(loaded)
-    assert resumed.param_groups[0]["lr"] == 2e-3
     assert train(other, resumed, first=4) == expected
-    assert same(resumed.state_dict(), optimizer.state_dict()) and same(
-        other.state_dict(), module.state_dict()
-    )
+    assert same(resumed.state_dict(), optimizer.state_dict())
+    assert same(other.state_dict(), module.state_dict())
     # Nor those of who loaded it
     assert same(torch.load(tmp_path / "a.pt", weights_only=True)[1], loaded)
 
@@ -274,22 +233,10 @@ class Agent(nn.Module):
         return self.head(self.body(x))
 
 
-def transformer() -> nn.Module:
-    torch.manual_seed(4)
-    layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.1, norm_first=True, batch_first=True)
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 6)),
-        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
-        nn.Flatten(),
-        nn.Linear(6, 1),
-    )
-
-
-@pytest.mark.parametrize("make", [Agent, transformer])
-def test_attached_modules_learn_the_same(make):
+def test_an_attached_module_learns_the_same():
     found = []
     for attaches in (False, True):
-        module = make()
+        module = Agent()
         optimizer = LowBitAdam(module.parameters(), lr=1e-2, **EIGHT)
         if attaches:
             optimizer.attach(module)
@@ -305,28 +252,10 @@ def test_attached_modules_learn_the_same(make):
                 losses.append(module(x).sum().item())
             loss.backward()
         optimizer.step()
-        assert (is_packed if attaches else is_filled)(module)
-        for grad_mode in (torch.no_grad, torch.inference_mode):
-            with grad_mode():
-                losses.append(module.eval()(x).sum().item())
-            assert (is_packed if attaches else is_filled)(module)
-        module.train()
         losses += train(module, optimizer)
         found.append((losses, optimizer.state_dict(), module.state_dict()))
         assert (is_packed if attaches else is_filled)(module)
     assert same(*found)
-
-
-def test_an_attached_module_learns_compiled():
-    found = []
-    for compiles in (False, True):
-        module = network()
-        optimizer = LowBitAdam(module.parameters(), lr=1e-2, **EIGHT)
-        optimizer.attach(module)
-        found.append(
-            train(torch.compile(module, backend="eager") if compiles else module, optimizer)
-        )
-    assert found[0] == pytest.approx(found[1]) and found[0][-1] < found[0][0]
 
 
 def test_when_attached_parameters_are_packed():
@@ -355,13 +284,7 @@ def test_when_attached_parameters_are_packed():
     optimizer.step()
     assert is_packed(module)
     with optimizer.unpacked():
-        module(x).sum().backward()
-        optimizer.step()
-        assert is_filled(module)
         module(x)
-    assert is_packed(module)
-    with pytest.raises(ZeroDivisionError), optimizer.unpacked():
-        raise ZeroDivisionError
     assert is_packed(module)
 
 
@@ -370,25 +293,15 @@ def test_the_weights_of_an_attached_module_are_read_set_copied_and_saved(tmp_pat
     optimizer = LowBitAdam(module.parameters(), **EIGHT)
     optimizer.attach(module)
     optimizer.pack_weights()
-    weights, part = module.state_dict(), module.head.state_dict()
-    assert same(part, {"weight": weights["head.weight"]})
-    for p, q in zip(module.parameters(), Agent().parameters(), strict=True):
-        assert (p.numel(), p.shape, p.dtype, p.device) == (q.numel(), q.shape, q.dtype, q.device)
-        assert p.requires_grad and p.is_leaf and isinstance(p, nn.Parameter) and repr(p)
+    weights = module.state_dict()
     with optimizer.unpacked():
-        assert same(module.state_dict(), weights)
         inside = copy.deepcopy(module)
     torch.save(module, tmp_path / "module.pt")
-    torch.save(list(module.parameters()), tmp_path / "parameters.pt")
     saved = torch.load(tmp_path / "module.pt", weights_only=False)
     for other in (inside, copy.deepcopy(module), saved):
         assert same(other.state_dict(), weights)
         train(other, torch.optim.Adam(other.parameters()))
         assert not same(other.state_dict(), weights) and is_filled(other) and is_packed(module)
-    parameters = torch.load(tmp_path / "parameters.pt", weights_only=True)
-    assert same(
-        [p.detach() for p in parameters], [weights[name] for name, _ in inside.named_parameters()]
-    )
     module.load_state_dict(other.state_dict())
     assert is_packed(module)
     rounded = LowBitAdam(other.parameters(), **EIGHT)
@@ -397,60 +310,30 @@ def test_the_weights_of_an_attached_module_are_read_set_copied_and_saved(tmp_pat
     with optimizer.unpacked(), torch.no_grad():
         module.head.weight.fill_(0.5)
     assert (module.state_dict()["head.weight"] == 0.5).all() and is_packed(module)
-    average = torch.optim.swa_utils.AveragedModel(module)
-    with optimizer.unpacked():
-        average.update_parameters(module)
-    assert same(average.module.state_dict(), module.state_dict()) and is_packed(module)
-    module.zero_grad()
-    assert torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0) == 0
     for function in (copy.deepcopy, pickle.dumps):
         refused("a LowBitAdam cannot be copied or pickled", function, optimizer, error=TypeError)
 
 
-def test_a_parameter_without_a_gradient_is_skipped():
-    found = []
-    for skips in (False, True):
-        module = network()
-        optimizer = LowBitAdam(module.parameters(), lr=1e-2, **EIGHT)
-        train(module, optimizer, 1)
-        optimizer.zero_grad()
-        before = copy.deepcopy(optimizer.state_dict()["state"])
-        for p in list(module.parameters())[skips:]:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        found.append((before, optimizer.state_dict()["state"]))
-    (before, whole), (_, part) = found
-    assert same(part[0], before[0]) and not same(whole[0], before[0])
-    # With the noise of its own place
-    assert all(same(part[i], whole[i]) for i in range(1, len(whole)))
-
-
-def test_bytes():
+@pytest.mark.parametrize(
+    "formats, line, each",
+    [
+        (EIGHT, "root: 16,524 bytes", "3.00"),
+        ({"weights": "bf16", "v": "e5m2:block"}, "v: 18,576 bytes", "7.12"),
+        ({"weights": "bf16", "m": "fp32", "v": "e5m2:mx"}, "v: 17,028 bytes", "7.03"),
+    ],
+    ids=str,
+)
+def test_bytes(formats, line, each):
+    """Of 16,512 parameters, with a scale of 4 bytes for a tensor or a block, or of 1 with mx."""
     module = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64, bias=False))
-    optimizer = LowBitAdam(module.parameters(), **EIGHT)
+    optimizer = LowBitAdam(module.parameters(), **formats)
     optimizer.attach(module)
-    train(nn.Sequential(nn.Linear(6, 64), module, nn.Linear(64, 1)), optimizer, 2)
-    parameters, states = 2 * 64 * 128 + 128, optimizer.state_dict()["state"].values()
+    module(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
     with torch._C.DisableTorchFunctionSubclass():  # each parameter's own memory is one number
         assert all(p.untyped_storage().nbytes() == 4 for p in module.parameters())
-    stored_bytes = sum(x.nbytes for state in states for name, x in state.items() if name != "step")
-    assert stored_bytes == 3 * parameters + 9 * 4
-    assert "stored: 3.00 bytes a parameter" in optimizer.describe()
-    other = copy.deepcopy(module)
-    optimizer = LowBitAdam(other.parameters(), weights="bf16", v="e5m2:block")
-    other(torch.ones(1, 64)).sum().backward()
-    optimizer.step()
-    assert f"v: {parameters + parameters // 8:,} bytes" in optimizer.describe()
-    assert "stored: 7.12 bytes a parameter" in optimizer.describe()
-    optimizer = LowBitAdam(other.parameters(), weights="bf16", m="fp32", v="e5m2:mx")
-    other(torch.ones(1, 64)).sum().backward()
-    optimizer.step()
-    assert f"v: {parameters + parameters // 32:,} bytes" in optimizer.describe()
-
-
-def test_the_example():
-    found = doctest.testmod(low_bit_adam)
-    assert found.attempted and not found.failed
+    assert line in optimizer.describe()
+    assert f"stored: {each} bytes a parameter" in optimizer.describe()
 
 
 def longest_step(gradients: torch.Tensor, eps: float, **formats) -> float:
@@ -473,15 +356,6 @@ def falls_silent(updates: int, position: int, loud: int, size: float = 64) -> to
     return gradients
 
 
-def test_no_step_is_longer_than_in_float32_when_one_gradient_falls_silent():
-    gradients, eps = falls_silent(400, 0, 200), 1e-5
-    assert longest_step(gradients, eps, m="e4m3", root="e4m3:nearest") < 1.25
-    assert longest_step(gradients, eps, m="e4m3", root="e4m3") < 1.35
-    assert longest_step(gradients, 1e-8) == pytest.approx(1, abs=0.01)
-    control = longest_step(gradients, eps, m="e4m3:independent", root="e4m3:independent:nearest")
-    assert control > 2
-
-
 WORDS = st.sampled_from(
     ["", ":block", ":unscaled", ":stochastic", ":unscaled:stochastic", ":stored"]
 )
@@ -498,7 +372,7 @@ BITS = st.sampled_from(["e4m3", "e5m2", "e3m2", "e2m1", "e8m0"])
 )
 @example("e4m3:mx", "e2m1:mx", "root", 0, 60, 0.0, 0.0)
 @example(None, "e4m3:unscaled", "v", 0, 60, 3.0, 0.0)  # v is kept at the format's largest number
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_no_step_is_much_longer_than_in_float32_whatever_is_kept_in_few_bits(
     m, v, second, position, loud, size, eps
 ):
@@ -508,138 +382,43 @@ def test_no_step_is_much_longer_than_in_float32_whatever_is_kept_in_few_bits(
     assert longest_step(gradients, eps, m=m, **{second: v}) < 2 * max(exact, 1)
 
 
-def test_a_decay_below_a_step_of_the_format_is_not_lost_on_average():
-    """Each step takes 0.01% off the weights, and numbers of bfloat16 are 0.4% apart: rounded
-    stochastically they shrink all the same, rounded to the nearest they stay."""
-    means = {}
-    for formats in ("bf16:stochastic", "bf16"):
-        p = torch.full((4_096,), 1.25, requires_grad=True)
-        optimizer = LowBitAdam([p], lr=1e-3, weight_decay=0.1, weights=formats)
-        for _ in range(100):
-            p.grad = torch.zeros_like(p)
-            optimizer.step()
-        means[formats] = p.mean().item()
-    assert means["bf16:stochastic"] == pytest.approx(1.25 * (1 - 1e-4) ** 100, abs=5e-4)
-    assert means["bf16"] == 1.25
-
-
-def test_noise_of_a_seed_is_a_function_of_the_update_and_uniform():
-    draw = seeded_noise(3)
-    one = draw(5, (2, 10_000), "cpu")
-    assert torch.equal(one, draw(5, (2, 10_000), "cpu"))
-    assert not torch.equal(one, draw(6, (2, 10_000), "cpu"))
-    assert not torch.equal(one, seeded_noise(4)(5, (2, 10_000), "cpu"))
-    assert one.min() >= 0 and one.max() < 1 and abs(one.mean() - 0.5) < 0.01
-
-
 # Parameters that are left alone
 
 
-def test_a_frozen_base_is_left_alone_and_costs_nothing():
-    base, adapter = nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 4, bias=False)
-    half = nn.Parameter(torch.randn(8).bfloat16(), requires_grad=False)
-    odd = nn.Parameter(torch.zeros(0, dtype=torch.complex64), requires_grad=False)
-    drawn = []
-
-    def noise(update, shape, device):
-        drawn.append(shape)
-        return torch.rand(shape)
-
-    model = nn.Sequential(base, adapter)
-    before = copy.deepcopy(base.state_dict())
-    optimizer = LowBitAdam([*model.parameters(), half, odd], noise=noise, **EIGHT)
-    for attaches in (False, True):
-        if attaches:
-            optimizer.attach(model)
-        for _ in range(3):
-            model(torch.randn(8, 16)).square().sum().backward()
-            optimizer.step()
-            optimizer.pack_weights()
-        assert same(base.state_dict(), before) and is_filled(base)
-        assert optimizer.state.keys() == {adapter.weight}
-    assert set(drawn) == {(2, adapter.weight.numel())}  # for the weights and the root
-    assert "left alone: 4 tensors, 280 numbers" in optimizer.describe()
-    with optimizer.unpacked():
-        assert same(base.state_dict(), before) and is_filled(adapter)
-    assert is_packed(adapter) and same(copy.deepcopy(model).state_dict(), model.state_dict())
-
-
-def test_a_parameter_that_is_unfrozen_begins_then():
-    """Its bias corrections count from its own first step, as in torch."""
+def test_a_frozen_parameter_is_left_alone_and_begins_when_it_is_unfrozen():
+    """It costs nothing until then. Its bias corrections count from its own first step, as in
+    torch."""
     model = network()
     model[0].requires_grad_(False)
-    optimizer = LowBitAdam(model.parameters(), m="bf16", weights="bf16")
+    optimizer = LowBitAdam(model.parameters(), **EIGHT)
     optimizer.attach(model)
     before = copy.deepcopy(model[0].state_dict())
     train(model, optimizer, 3)
-    assert same(model[0].state_dict(), before)
+    optimizer.pack_weights()
+    assert is_packed(model[2]) and is_filled(model[0]) and same(model[0].state_dict(), before)
+    assert "left alone: 2 tensors, 70 numbers" in optimizer.describe()
+    state = optimizer.state_dict()
+    assert sorted(state["state"]) == [2, 3, 4, 5]
+    optimizer.load_state_dict(state)
+    assert same(model[0].state_dict(), before) and is_filled(model[0])
     model[0].requires_grad_(True)
     train(model, optimizer, 1)
     steps = [int(optimizer.state[p]["step"]) for p in optimizer.parameters]
-    assert steps == [1, 1, 4, 4, 4, 4]
-    moved = (model[0].state_dict()["weight"] - before["weight"]).abs().max()
-    assert 0 < moved < 1e-3 + 2**-8  # a first step is lr long
-    model[0].requires_grad_(False)  # and frozen again: it stays in few bits
-    optimizer.zero_grad()
-    frozen = copy.deepcopy(model[0].state_dict())
-    train(model, optimizer, 2)
-    assert same(model[0].state_dict(), frozen)
+    assert steps == [1, 1, 4, 4, 4, 4] and is_packed(model)
 
 
 def test_what_cannot_learn_is_refused_when_it_begins_to_and_nothing_changes():
     half = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16), requires_grad=False)
-    optimizer = LowBitAdam([("half", half), ("odd", nn.Parameter(torch.ones(2)))], **EIGHT)
-    half.requires_grad_()
-    half.grad = torch.ones_like(half)
-    refused("half is torch.bfloat16", optimizer.step)
-    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1))
-    optimizer = LowBitAdam(model.named_parameters(), **EIGHT)
-    before = copy.deepcopy(model.state_dict())
-    model(torch.tensor([1, 2])).sum().backward()
-    refused("the gradient of 0.weight is sparse", optimizer.step)
-    assert same(model.state_dict(), before) and not optimizer.state
-
-
-def test_a_state_with_gaps_round_trips():
-    def make():
-        model = network()
-        model[0].requires_grad_(False)
-        optimizer = LowBitAdam(model.parameters(), lr=1e-2, **EIGHT)
-        optimizer.attach(model)
-        return model, optimizer
-
-    model, optimizer = make()
-    train(model, optimizer, 2)
-    weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    assert sorted(state["state"]) == [2, 3, 4, 5]
-    expected = train(model, optimizer, 2, first=2)
-    other, resumed = make()
-    train(other, resumed, 1)
-    other.load_state_dict(weights)
-    resumed.load_state_dict(state)
-    assert train(other, resumed, 2, first=2) == expected
-    resumed.load_state_dict(LowBitAdam(network().parameters(), **EIGHT).state_dict())
-    assert not resumed.state and is_filled(other)  # a state of nothing; weights stay
-    assert same(other.state_dict(), model.state_dict())
-
-
-def test_tied_parameters():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inputs, self.outputs = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
-            self.outputs.weight = self.inputs.weight
-
-        def forward(self, x):
-            return self.outputs(torch.tanh(self.inputs(x)))
-
-    model = Tied()
-    optimizer = LowBitAdam(model.parameters(), **EIGHT)
-    optimizer.attach(model)
-    train(model, optimizer, 3)
-    assert len(optimizer.state) == 1 and model.inputs.weight is model.outputs.weight
-    twin = copy.deepcopy(model)
-    assert twin.inputs.weight is twin.outputs.weight and same(twin.state_dict(), model.state_dict())
+    sparse = nn.Embedding(5, 4, sparse=True)
+    named = [("half", half), ("sparse", sparse.weight)]
+    for (name, p), message in zip(
+        named, ("half is torch.bfloat16", "the gradient of sparse is"), strict=True
+    ):
+        optimizer = LowBitAdam([(name, p), ("odd", nn.Parameter(torch.ones(2)))], **EIGHT)
+        p.requires_grad_()
+        p.grad = torch.ones_like(p).to_sparse() if p is sparse.weight else torch.ones_like(p)
+        refused(message, optimizer.step)
+        assert not optimizer.state
 
 
 # Options of a group
@@ -668,11 +447,6 @@ def test_a_group_has_formats_of_its_own():
     ]
     assert is_packed(linear) and is_filled(norm) and is_packed(head)
     assert optimizer.step(lambda: 3.0) == 3.0  # a closure
-    state = optimizer.state_dict()
-    optimizer.load_state_dict(copy.deepcopy(state))
-    assert same(optimizer.state_dict(), state)
-    other = LowBitAdam([{"params": part.parameters()} for part in model], **EIGHT)
-    refused("the state does not fit these parameters", other.load_state_dict, state)
 
 
 @pytest.mark.parametrize(
@@ -699,28 +473,7 @@ def test_what_cannot_be_is_refused_in_a_call_and_in_a_group(options, field):
     assert len(optimizer.param_groups) == 1 and len(optimizer.parameters) == 2
 
 
-@pytest.mark.parametrize("name", ["formats", "seed", "noise", "amsgrad", "weigths", "forward"])
-def test_what_an_optimizer_does_not_have_is_refused(name):
-    group = {"params": network().parameters(), name: 1}
-    refused(f"{name} is 1 in a group: use only params, ", LowBitAdam, [group])
-    if name not in ("seed", "noise"):
-        refused(f".*'{name}'", LowBitAdam, **group, error=TypeError)
-
-
-def test_a_scheduler_adds_an_option_of_its_own():
-    optimizer = LowBitAdam([{"params": [torch.zeros(4, requires_grad=True)], "name": "one"}])
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-
 # Reading packed weights
-
-
-def attached(module: nn.Module) -> LowBitAdam:
-    optimizer = LowBitAdam(module.parameters(), lr=1e-2, **EIGHT)
-    optimizer.attach(module)
-    train(module, optimizer, 2)
-    assert is_packed(module)
-    return optimizer
 
 
 def average_of(module: nn.Module) -> None:
@@ -748,7 +501,9 @@ CHANGES = [
 
 def test_reading_packed_weights_says_how():
     module = network()
-    optimizer = attached(module)
+    optimizer = LowBitAdam(module.parameters(), **EIGHT)
+    optimizer.attach(module)
+    optimizer.pack_weights()
     expected = copy.deepcopy(module)
     message = r"^.*packed: call it within `with optimizer.unpacked\(\):`$"
     with torch.no_grad():
@@ -758,76 +513,29 @@ def test_reading_packed_weights_says_how():
         with optimizer.unpacked():
             for read in READS:
                 read(module)
-    assert is_packed(module)
 
 
 # v falls when gradients do
 
 
-def after_gradients(gradients: list[torch.Tensor], **formats) -> torch.Tensor:
-    """v after these gradients. beta2 is 0.98, so that an update multiplies v by that at least."""
-    p = torch.zeros(gradients[0].shape, requires_grad=True)
-    optimizer = LowBitAdam([p], betas=(0.9, 0.98), **formats)
-    for gradient in gradients:
-        p.grad = gradient
-        optimizer.step()
-    second = optimizer.second(p)
-    v = unpack(*optimizer.stored(p, second))
-    return v.square() if second == "root" else v
+@pytest.mark.parametrize(
+    "formats, kept",
+    [
+        ({"m": "bf16", "v": "e4m3:block:nearest"}, "m=bf16 v=e4m3:block"),
+        ({"root": "e4m3:block"}, "root=e4m3:block:stochastic"),
+        ({"v": "fp32"}, "v=fp32"),  # nothing is rounded
+        ({"v": PlaceFormat.of("e4m3")}, "v=e4m3"),  # taken as it is
+    ],
+    ids=str,
+)
+def test_v_and_its_root_are_rounded_stochastically_unless_one_says_otherwise(formats, kept):
+    assert str(LowBitAdam([torch.zeros(4, requires_grad=True)], **formats).places) == kept
 
 
-FORGETS = [{"v": "e4m3"}, EIGHT, {"v": "e5m2:block:independent", "m": "e4m3:block"}]
-
-
-@pytest.mark.parametrize("formats", FORGETS, ids=str)
-def test_v_falls_when_gradients_do(formats):
-    """Gradients of every second number of a tensor become small."""
-    loud = torch.ones(96)
-    quiet = loud.clone()
-    quiet[::2] = 1e-3
-    gradients = 50 * [loud] + 150 * [quiet]
-    exact = after_gradients(gradients)[::2].mean()
-    assert after_gradients(gradients, **formats)[::2].mean() < 3 * exact
-    to_nearest = {
-        name: f"{form}:nearest" if name in ("v", "root") else form for name, form in formats.items()
-    }
-    assert after_gradients(gradients, **to_nearest)[::2].mean() > 3.5 * exact
-
-
-def test_v_is_right_on_average():
-    stream = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(1024, generator=stream) for _ in range(125)]
-    exact = after_gradients(gradients).mean()
-    assert after_gradients(gradients, **EIGHT).mean() == pytest.approx(exact, rel=0.06)
-
-
-def test_v_in_mx_does_not_rise_past_the_clip():
-    ends = {}
-    for form in ("e4m3:block", "e4m3:mx"):
-        p = torch.zeros(64, requires_grad=True)
-        optimizer = LowBitAdam([p], root=form)
-        for _ in range(200):
-            p.grad = torch.ones_like(p)
-            optimizer.step()
-        ends[form] = stored(optimizer, "root")[0].square().mean().item()
-    assert ends["e4m3:block"] == pytest.approx(1 - 0.999**200, rel=0.3)
-    assert ends["e4m3:mx"] < 0.1 * ends["e4m3:block"]
-
-
-def test_v_may_be_rounded_to_the_nearest():
-    p = torch.zeros(4, requires_grad=True)
-    assert str(LowBitAdam([p], m="bf16", v="e4m3:block:nearest").places) == "m=bf16 v=e4m3:block"
-    assert LowBitAdam([p], root="e4m3:block").places.noisy == ["root"]
-    assert not LowBitAdam([p], v="fp32").places.noisy  # nothing is rounded
-    assert not LowBitAdam([p], v=PlaceFormat.of("e4m3")).places.noisy  # taken as it is
-    groups = [{"params": [p], "root": "bf16:nearest"}]
-    assert LowBitAdam(groups, v="e4m3").param_groups[0]["formats"] == "root=bf16"
-
-
-def test_the_weights_of_a_parameter_without_state_are_the_parameter_itself():
-    linear, norm = nn.Linear(16, 16), nn.LayerNorm(16)
-    groups = [{"params": linear.parameters()}, {"params": norm.parameters(), "weights": None}]
-    optimizer = LowBitAdam(groups, weights="e4m3:stochastic", m="e4m3", root="e4m3")
-    assert optimizer.state[norm.weight]["weights"] is norm.weight
-    assert optimizer.state[linear.weight]["weights"] is linear.weight
-    assert not optimizer.state and not optimizer.state_dict()["state"]
+def test_noise_of_a_seed_is_a_function_of_the_update():
+    one, again, next_one, other = (
+        seeded_noise(seed)(update, (2, 10), "cpu")
+        for seed, update in ((3, 5), (3, 5), (3, 6), (4, 5))
+    )
+    assert torch.equal(one, again)
+    assert not torch.equal(one, next_one) and not torch.equal(one, other)

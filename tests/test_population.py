@@ -2,20 +2,13 @@ import dataclasses
 import functools
 import itertools
 import math
-import pickle
 import unittest.mock
-from collections import Counter
 
 import numpy as np
-import psutil
 import pytest
 import torch
-from helpers import PATIENCE, SHORT, Changed, after, forked, refused, ring_of, small, trained
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from helpers import SHORT, after, refused, ring_of, small, trained
 
-from fp8rl import fp8
 from fp8rl.build import build, build_population
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
@@ -23,16 +16,11 @@ from fp8rl.distribution import Gaussian
 from fp8rl.env import STATE_BOUNDS, Cart
 from fp8rl.losses import actor_critic_loss
 from fp8rl.machine import hardware
-from fp8rl.machine.hardware import keep_freed_memory
-from fp8rl.machine.matmul_rounding import Matmuls, roundings_of
 from fp8rl.model import parameters_in_order
 from fp8rl.population import networks
-from fp8rl.population.batches import batches, bytes_per_agent
+from fp8rl.population.batches import batches
 from fp8rl.population.population import Population, PopulationRing, by_agent
-from fp8rl.replay.ring import ReplayBuffer
-from fp8rl.rollout import Rollout, action_noise
-from fp8rl.tasks.by_id import TASKS
-from fp8rl.tasks.environments import environment_of, sizes_of
+from fp8rl.rollout import Rollout
 from fp8rl.train import iterate
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
@@ -65,47 +53,9 @@ def whole(*configs: Config) -> Population:
     return trained(build_population(list(configs)))
 
 
-def test_its_networks_can_be_pickled():
-    model = build_population([small("fp8+bf16")]).model
-    again, obs = pickle.loads(pickle.dumps(model)), torch.rand(3, 1, 16, 2)
-    assert all(map(torch.equal, again(obs), model(obs)))
-
-
 def of_all(network) -> torch.Tensor:
     """The parameters of a network as a population has them."""
     return torch.cat([p.detach().flatten() for p in parameters_in_order(network).values()])
-
-
-@functools.cache
-def thetas(*configs: Config) -> list[dict[Config, torch.Tensor]]:
-    """The agents' parameters after each iteration."""
-    run = build_population(list(configs))
-    return [{config: theta(run, config) for config in configs} for _ in iterate(run)]
-
-
-def test_an_agent_alone_is_the_agent_among_others():
-    """In float32. Only the order of sums may differ, by a relative 1e-7 or so of the largest
-    gradient, about 0.1. Adam's first step is lr g / (abs(g) + 1e-5), which for the smallest g makes
-    1e-3 lr of that, at most 3e-6. So 10 updates stay within 6e-5."""
-    fields = {"steps": 5 * 512, "replay_updates": 1, "eval_every": 0}
-    configs = [
-        Config(seed=k, **{**SHORT, **(MIXED if k % 3 == 2 else {}), **fields}) for k in range(20)
-    ]
-    for config in configs[-2:]:
-        alone, among = thetas(config), thetas(*configs)
-        assert len(alone) == len(among) == 5
-        torch.testing.assert_close(among[0][config], alone[0][config], rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(among[-1][config], alone[-1][config], rtol=0, atol=6e-5)
-
-
-def test_so_it_is_in_every_precision():
-    """Where a sum's order changes the last bit of a rounded gradient (2^-8 of it in bfloat16), so
-    much does the step change."""
-    among = after(1, build_population(several()))
-    for config in several()[-5:]:
-        alone = after(1, build_population([config]))
-        close = config.settled(Cart).learning_rate * 2 * 2.0**-7  # of two updates
-        torch.testing.assert_close(theta(among, config), theta(alone, config), rtol=0, atol=close)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -169,10 +119,8 @@ class SixteenPushes(Levels):
         ("bf16", SixteenPushes, 1),
         ("fp16", Levels, 2),
         ("fp8", Fifteen, 2),
-        ("fp8", Levels, 2),
         ("fp8", SixteenPushes, 1),
-        ("fp8+bf16", Levels, 1),
-        ("fp8+bf16", Fifteen, 2),
+        ("fp8+bf16", Levels, 2),
     ],
 )
 def test_heads_are_rounded_as_in_a_run_of_its_own(precision, task, layers):
@@ -181,32 +129,27 @@ def test_heads_are_rounded_as_in_a_run_of_its_own(precision, task, layers):
     16."""
     config = small(precision, env_id=f"test_population:{task.__name__}", layers=layers)
     alone, among = build(config), build_population([config])
-    generator = torch.Generator().manual_seed(0)
     model = alone.model
     with torch.no_grad():  # an actor starts with so small weights that its errors would not be seen
         for parameter in (model.actor.weight, model.actor.bias, model.critic.bias):
-            parameter.uniform_(-0.1, 0.1, generator=generator)
+            parameter.uniform_(-0.1, 0.1)
         among.model.theta[0] = of_all(model)
-    obs = torch.rand(4, 16, 2, generator=generator) - 0.5
+    obs = torch.rand(4, 16, 2) - 0.5
     close = {"fp32": 1e-6, "fp8": 1e-6, "fp16": 2e-3}.get(precision, 2e-2)
-    close = {"rtol": close, "atol": close}
+    far = 1e-5 if precision in ("fp32", "fp8") else 2e-2
     with alone.learner.precision.autocast():
         outputs, values = model(obs)
-        with torch.no_grad():
-            acted = model.acting().policy(obs[0])[0]
-    ours, our_values = among.model(obs.unsqueeze(1))
-    for policy in (among.model.acting(), among.model.policy_of("learner")):
-        torch.testing.assert_close(policy.policy(obs[0])[0], acted, **close)
-    torch.testing.assert_close(ours.squeeze(1), outputs, **close)
-    torch.testing.assert_close(our_values.squeeze(1), values, **close)
-    weight = torch.randn(outputs.shape, generator=generator)
+    found, found_values = among.model(obs.unsqueeze(1))
+    acted, _ = among.model.acting().policy(obs[0])
+    for ours, theirs in ((found, outputs), (found_values, values), (acted, outputs[0])):
+        torch.testing.assert_close(ours.view_as(theirs), theirs, rtol=close, atol=close)
+    weight = torch.randn(outputs.shape)
     weight[-1] = 0  # the last step is only bootstrapped from
     ((outputs * weight).sum() + values[:-1].square().sum()).backward()
-    ((ours.squeeze(1) * weight).sum() + our_values[:-1].square().sum()).backward()
+    ((found.squeeze(1) * weight).sum() + found_values[:-1].square().sum()).backward()
     gradients = among.model.theta.grad[0].split(among.model.sizes)
-    far = 1e-5 if precision in ("fp32", "fp8") else 2e-2
-    for parameter, found in zip(parameters_in_order(model).values(), gradients, strict=True):
-        error = (found.view_as(parameter) - parameter.grad).norm()
+    for parameter, gradient in zip(parameters_in_order(model).values(), gradients, strict=True):
+        error = (gradient.view_as(parameter) - parameter.grad).norm()
         assert error <= far * parameter.grad.norm()
 
 
@@ -252,47 +195,28 @@ def assert_same_agents(one: Population, other: Population, configs: list[Config]
 def test_an_agent_clips_by_its_own_rule_beside_agents_with_another():
     """An agent whose acting policy is its learner, or that clips by its actor, is bit for bit the
     same whether or not the ring stores the learner's log-probabilities for others."""
-    options = [
-        {},
-        {"collect_precision": "fp8", "clip": 1e-3, "clip_by": "actor"},
-        {"collect_precision": "fp8", "clip_by": "learner", "clip": None},
-    ]
+    options = [{}, {"collect_precision": "fp8", "clip": 1e-3, "clip_by": "actor"}]
     others = [Config(seed=seed, **SHORT, **fields) for seed, fields in enumerate(options)]
     last = Config(seed=3, **SHORT, collect_precision="fp8", clip=1e-3, clip_by="actor")
-    without = whole(*others, last)
-    beside = whole(*others, dataclasses.replace(last, clip_by="learner"))
+    by_learner = dataclasses.replace(last, clip_by="learner")
+    without = trained(build_population([*others, last]))
+    beside = trained(build_population([*others, by_learner]))
     assert beside.ring.proximal and not without.ring.proximal
     assert_same_agents(without, beside, others)
-    assert not torch.equal(theta(without, last), theta(beside, beside.configs[-1]))
+    assert not torch.equal(theta(without, last), theta(beside, by_learner))
 
 
 @together
-def test_hyperparameters_of_one_leave_the_others_bit_for_bit():
-    first, *others = several()
-    changed = dataclasses.replace(first, learning_rate=0.5, gamma=0.1, max_grad_norm=7.0)
-    one, two = whole(first, *others), whole(changed, *others)
-    assert not torch.equal(theta(one, first), theta(two, changed))
-    assert_same_agents(one, two, others)
-
-
-@together
-@pytest.mark.parametrize("fed", ["observation", "reward", "weights"])
+@pytest.mark.parametrize("fed", ["observation", "weights"])
 def test_infinities_of_one_agent_leave_the_others_bit_for_bit(fed):
     configs = several()
     run, one = build_population(configs), configs[5]
     k, iterations = place(run, one), iterate(run)
-
-    def infinite(rollout):
-        rollout.reward[3, k * 16] = math.inf
-        return rollout
-
     next(iterations)
     if fed == "observation":
         run.env.state[k * 16] = math.inf
-    elif fed == "weights":
-        run.model.theta.data[k] = math.inf
     else:
-        run.collector = Changed(run.collector, infinite)
+        run.model.theta.data[k] = math.inf
     before = theta(run, one)
     list(iterations)
     assert torch.equal(theta(run, one), before) or not before.isfinite().all()
@@ -301,81 +225,23 @@ def test_infinities_of_one_agent_leave_the_others_bit_for_bit(fed):
 
 
 def test_a_loss_scale_is_each_agent_s_own_and_goes_as_grad_scaler_s():
-    names, tiny = ("fp16", "fp32"), SHORT | {"hidden_size": 16}
-    configs = [Config(name, seed=seed, **tiny) for name in names for seed in range(2)]
+    configs = [Config(name, seed=1, **SHORT) for name in ("fp16", "fp32", "fp16")]
     run = build_population(configs)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=100)
     scales, parameter = run.learner.precision, torch.nn.Parameter(torch.ones(1))
-    adam, k = torch.optim.Adam([parameter], lr=1e-9), place(run, configs[1])
-    seen = set()
+    adam, seen = torch.optim.Adam([parameter], lr=1e-9), set()
     for step in range(230):
         bad = step in (3, 4, 120)
-        factor = torch.ones(4)
-        factor[k] = math.inf if bad else 1.0
+        factor = torch.tensor([math.inf if bad else 1.0, 1.0, 1.0])
         report = scales.step((run.model.theta.sum(1) * factor), run.learner.optimizer, 0.5)
-        scaler.scale(parameter.sum() * (math.inf if bad else 1.0)).backward()
+        scaler.scale(parameter.sum() * factor[0]).backward()
         scaler.step(adam)
         scaler.update()
         adam.zero_grad()
-        assert report.loss_scale[k] == scaler.get_scale()
-        assert report.skipped.tolist() == [bad and i == k for i in range(4)]
+        assert report.loss_scale[0] == scaler.get_scale() and report.loss_scale[1] == 1
+        assert report.skipped.tolist() == [bad, False, False]
         seen.add(scaler.get_scale())
-    plain = [place(run, config) for config in configs[2:]]
-    assert scales.scale[plain].eq(1).all() and len(seen) >= 3
-
-
-@given(
-    scale=st.sampled_from([1e-30, 1e-6, 1.0, 3e4]),
-    agents=st.integers(1, 3),
-    seed=st.integers(0, 99),
-)
-def test_rounding_is_that_of_the_types(scale, agents, seed):
-    x = scale * torch.randn(agents, 5, 16, generator=torch.Generator().manual_seed(seed))
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        first, second = roundings_of(Matmuls(name), [(16, 16), (16, 16)])
-        assert second == (None, *first[1:])  # its inputs are the first one's results
-        for function in first:
-            assert torch.equal(function(x), x.to(dtype).float())
-    inputs, weights, gradient, result = roundings_of(Matmuls("fp8"), [(16, 16)])[0]
-    for function, dtype in ((inputs, fp8.E4M3), (weights, fp8.E4M3), (gradient, fp8.E5M2)):
-        alone = torch.stack([fp8.quantize(matrix, dtype).dequantize() for matrix in x])
-        assert torch.equal(function(x), alone) and result is None
-
-
-def write_memory(path, configs: list[Config]) -> None:
-    """Writes down what a process takes that has trained a population."""
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    trained(build_population(configs))
-    path.write_text(str(psutil.Process().memory_info().rss))
-
-
-@pytest.mark.xdist_group("forked")
-@pytest.mark.parametrize("precision", ["fp32", "fp8"])
-def test_memory_is_foreseen(precision, tmp_path):
-    configs = [
-        small(precision, seed=seed, steps=1_024, eval_every=0, eval_episodes=1)
-        for seed in range(24)
-    ]
-    # Forked from a server, not from this process, which has memory that earlier tests have freed
-    processes = [
-        forked(write_memory, tmp_path / str(agents), configs[:agents]) for agents in (4, 24)
-    ]
-    for process in processes:
-        process.join(PATIENCE)
-    few, many = (int((tmp_path / str(agents)).read_text()) for agents in (4, 24))
-    foreseen = bytes_per_agent(configs[0], sizes_of(configs[0], "cart"))
-    assert 0.4 < (many - few) / 20 / foreseen < 1.4
-
-
-def test_an_agent_s_ring_is_foreseen_by_its_task():
-    for env_id in (None, *TASKS):
-        configs = [small(env_id=env_id, steps=steps) for steps in (5_120, 51_200)]
-        sizes = sizes_of(configs[0], environment_of(configs[0]))
-        (short, few), (long, many) = (
-            (build_population([c]).ring.nbytes, bytes_per_agent(c, sizes)) for c in configs
-        )
-        assert long - short == many - few > 0, env_id
+    assert len(seen) >= 3
 
 
 def test_gradients_are_those_of_autograd():
@@ -386,7 +252,7 @@ def test_gradients_are_those_of_autograd():
     rollout = by_agent(run.collect(), agents)
     loss, _ = actor_critic_loss(*run.model(rollout.obs), rollout, run.settled)
     loss.sum().backward()
-    for k in range(agents):
+    for k in (0, agents - 1):
         model = run.model.network(k)
         own = Rollout(*(x if x is None else x[:, k] for x in rollout))
         loss, _ = actor_critic_loss(*model(own.obs), own, run.settled)
@@ -395,49 +261,24 @@ def test_gradients_are_those_of_autograd():
         torch.testing.assert_close(run.model.theta.grad[k], grads, rtol=1e-4, atol=1e-7)
     late = run.model(rollout.obs)[0].sum()
     run.model(rollout.obs)
-    with pytest.raises(RuntimeError, match="another forward pass"):
-        late.backward()
-
-
-@pytest.mark.parametrize("fields", [{"extra_features": 2}, {"env_id": "fp8rl/Lqr-v0"}], ids=str)
-def test_agents_draw_what_their_runs_draw(fields):
-    noises = [0.1, 0.5, 1.0] if "extra_features" in fields else [None] * 3
-    configs = [
-        Config(seed=seed, **SHORT, **fields, **({"start_noise": noise} if noise else {}))
-        for seed, noise in zip((5, 0, 2**32 - 1), noises, strict=True)
-    ]
-    together, runs = build_population(configs), [build(config) for config in configs]
-    assert torch.equal(together.env.obs, torch.cat([run.env.obs for run in runs]))
-    for iteration in range(3):
-        noise, starts = [], []
-        for run in (together, *runs):
-            noise.append(action_noise(run.env, 4, run.collector.seed, "actions", iteration))
-            starts.append(run.env.draw(4))
-        assert torch.equal(noise[0], torch.cat(noise[1:], dim=1))
-        assert torch.equal(starts[0], torch.cat(starts[1:], dim=1))
-    assert torch.equal(together.model.theta, torch.stack([of_all(run.model) for run in runs]))
+    refused("another forward pass", late.backward, error=RuntimeError)
 
 
 def test_every_agent_replays_its_own():
     configs = [Config(seed=seed, **SHORT) for seed in range(3)]
     run = build_population(configs)
-    rings = [ReplayBuffer(configs[0].rows, 16) for _ in configs]
-    assert run.ring.rows == configs[0].rows
     narrow = (-0.1, -0.1), (0.1, 0.1)
     together = PopulationRing([{}] * 3, 40, 48, narrow, "int8")
     alone = [ring_of(40, 16, narrow, "int8") for _ in configs]
     for _ in range(3):
         rollout = run.collect()
-        run.ring.append(rollout)
         together.append(rollout)
         own = by_agent(rollout, 3)
         for k in range(3):
-            rows = Rollout(*(x[:, k] for x in own[:5]))
-            rings[k].append(rows)
-            alone[k].append(rows)
-    batch = by_agent(run.sample(2), 3)
-    for k, ring in enumerate(rings):
-        expected = ring.sample(16, 32, seed=k, iteration=2)
+            alone[k].append(Rollout(*(x[:, k] for x in own[:5])))
+    batch = by_agent(together.sample(16, 16, torch.arange(3), 2), 3)
+    for k, ring in enumerate(alone):
+        expected = ring.sample(16, 16, seed=k, iteration=2)
         assert all(torch.equal(x[:, k], y) for x, y in zip(batch[:5], expected[:5], strict=True))
     # Values that the codec clips are counted for each agent
     assert torch.equal(together.clipped, torch.stack([ring.clipped for ring in alone]))
@@ -453,36 +294,10 @@ def test_a_population_continues_from_its_checkpoint(tmp_path):
     again.load_state_dict(state)
     assert set(found) == set(configs) and len(again.history) == 2
     assert_same_agents(whole(*configs), trained(again), configs)
-
-
-class Counted(TorchDispatchMode):
-    """Counts the operations that torch dispatches, by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls[str(function)] += 1
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("formats", ["", "weights=e4m3:stochastic"])
-def test_more_agents_take_no_more_calls(formats):
-    """Of what they compute together: up to CHUNK of them."""
-    found = []
-    for agents in (4, 8):
-        run = build_population(
-            [Config(seed=seed, formats=formats, **SHORT) for seed in range(agents)]
-        )
-        for _ in range(2):  # the second has what is made only once
-            with Counted() as counted:
-                rollout = run.collect()
-                run.ring.append(rollout)
-                run.learner.update(rollout)
-                run.learner.update(run.sample(1))
-        found.append(counted.calls)
-    assert found[0] == found[1] and agents <= networks.CHUNK
+    again.stop(1, "it is stopped")
+    other = build_population(found)
+    other.load_state_dict(again.state_dict())
+    assert other.learner.precision.stopped.flatten().nonzero().tolist() == [[1]]
 
 
 def test_configs_are_split_where_shapes_differ():
@@ -526,22 +341,3 @@ def test_what_cannot_be_in_it_is_refused_before_anything_runs():
         message = r"population of 30 agents needs .* use at most \d+ agents, or lower"
         thirty = [Config(seed=seed, **SHORT) for seed in range(30)]
         refused(message, build_population, thirty, error=MemoryError)
-
-
-def test_agents_histories_and_networks_are_in_the_callers_order():
-    """Also where precisions take turns; and the order changes nothing of an agent but the order of
-    a matmul's sums."""
-    precisions = ["fp8", "fp32", "bf16"]
-    configs = [Config(name, seed=seed, **SHORT) for seed in range(2) for name in precisions]
-    mixed = trained(build_population(configs))
-    ordered = trained(build_population(sorted(configs, key=lambda config: config.precision)))
-    assert mixed.configs == configs
-    for k, config in enumerate(configs):
-        other = ordered.configs.index(config)
-        losses = (
-            run.history.of_agents[i].column("loss") for run, i in ((mixed, k), (ordered, other))
-        )
-        np.testing.assert_allclose(*losses, rtol=1e-6)
-        ours, theirs = mixed.model.network(k), ordered.model.network(other)
-        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-3)

@@ -1,9 +1,7 @@
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl import recurrence as module
 from fp8rl.recurrence import recurrence, recurrence_fast, recurrence_scan
 
 lengths = st.integers(1, 40)
@@ -34,39 +32,6 @@ def test_the_scan_equals_the_loop_and_the_equation(seed, length, reverse, begins
 def test_with_a_gradient_it_goes_row_by_row():
     added, kept, begun = (x.requires_grad_() for x in numbers(0, 20, 3))
     result = recurrence_fast(added, kept, begun)
-    assert torch.equal(result, recurrence(added, kept, begun))
     assert all(x.any() for x in torch.autograd.grad(result.sum(), (added, kept, begun)))
     result = recurrence_fast(added.detach(), kept.detach(), begun)
     assert torch.autograd.grad(result.sum(), begun)[0].any()
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_in_float32_both_are_off_by_a_few_roundings(reverse):
-    errors = {}
-    for form in (recurrence, recurrence_scan):
-        for seed in range(20):
-            added, kept, begun = numbers(seed, 128, 8)
-            kept = torch.where(kept > 0, 0.9 + 0.1 * kept, 0)
-            exact = recurrence(added, kept, begun, reverse)
-            found = form(added.float(), kept.float(), begun.float(), reverse)
-            error = (found - exact).abs().max() / exact.abs().max()
-            errors[form] = max(errors.get(form, 0), error.item())
-    assert errors[recurrence] < 4e-7 and errors[recurrence_scan] < 4e-7
-
-
-@pytest.mark.parametrize("what", [torch.nan, torch.inf])
-@pytest.mark.parametrize("form", [recurrence, recurrence_scan])
-def test_what_is_not_finite_reaches_all_later_rows_and_no_other(form, what):
-    added, kept, _ = numbers(3, 20, 2)
-    added[7, 1] = what
-    x = form(added, kept)
-    assert x[:, 0].isfinite().all() and x[:7].isfinite().all() and not x[7:, 1].isfinite().any()
-
-
-def test_the_fast_form_goes_row_by_row_where_that_is_faster(monkeypatch):
-    used = []
-    for name in ("recurrence", "recurrence_scan"):
-        monkeypatch.setattr(module, name, lambda *_, name=name: used.append(name))
-    for shape in ((8, 4), (9, 4), (128, 256), (128, 257)):
-        recurrence_fast(torch.zeros(shape), torch.zeros(shape))
-    assert used == ["recurrence", "recurrence_scan", "recurrence_scan", "recurrence"]

@@ -1,16 +1,13 @@
-import copy
 import math
 
 import pytest
 import torch
 from helpers import log_probabilities, refused
 
-from fp8rl.distribution import Categorical
 from fp8rl.env import Cart, dynamics
 from fp8rl.evaluate import play
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
-from fp8rl.rng import uniform
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Collector, Rollout, check_extremes, extremes
 
 FP32 = Precision("fp32")
@@ -27,9 +24,7 @@ def test_what_was_collected_and_the_environment_can_be_learned_from_and_written_
     rollout = collector.collect(model)
 
     def stop(obs):
-        if env.elapsed[0] == 5:
-            raise KeyboardInterrupt
-        return torch.zeros(len(obs)).long()
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         play(stop, env)
@@ -64,28 +59,6 @@ def test_a_rollout_is_what_happened():
     assert torch.equal(one.obs[-1], other.obs[0])
     ended = (one.flags[-1] & (TERMINATED | TRUNCATED)) != 0
     assert ended.any() and torch.equal((other.flags[0] & DUMMY) != 0, ended)
-
-
-@pytest.mark.parametrize("logits", [[0.0, 1.0], [0.0, 1.0, -2.0]])
-def test_noise_draws_from_the_softmax(logits):
-    logits, draws = torch.tensor(logits), 50_000
-    noise = Categorical.noise(uniform(0, "actions", 0, (draws, Categorical.numbers(len(logits)))))
-    actions = Categorical.sample(logits.expand(draws, -1), noise)
-    share = actions.bincount(minlength=len(logits)) / draws
-    probability = logits.softmax(-1)
-    deviation = (probability * (1 - probability) / draws).sqrt()
-    assert ((share - probability).abs() < 4 * deviation).all()
-
-
-@pytest.mark.parametrize("learner, actor", [("fp32", "fp8"), ("bf16", "fp16")])
-def test_log_probabilities_are_those_of_the_policy_that_acted_in_its_precision(learner, actor):
-    base, acts = ActorCritic(), Precision(actor)
-    acting = collector_of(16, 32, acts, acts.prepare(copy.deepcopy(base)))
-    rollout = acting.collect(acting.model)
-    for name in (learner, actor):
-        precision = Precision(name)
-        logp = log_probabilities(precision.prepare(copy.deepcopy(base)), precision, rollout)
-        assert torch.allclose(logp, rollout.behavior_logp, atol=1e-7, rtol=1e-6) == (name == actor)
 
 
 def check_finite(rollout: Rollout) -> None:

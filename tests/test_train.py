@@ -6,11 +6,11 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from helpers import (
     SHORT,
     TINY,
     Changed,
-    Wrapper,
     after,
     assert_same,
     log_probabilities,
@@ -21,23 +21,21 @@ from helpers import (
     weights,
 )
 
-from fp8rl.build import HERE, build, build_population
+from fp8rl.build import build, build_population
 from fp8rl.config import Config
 from fp8rl.disk.restore import restore
 from fp8rl.env import Cart
-from fp8rl.evaluate import Evaluator
 from fp8rl.machine.adam import Adam
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.replay import ReplayBuffer
 from fp8rl.replay.layouts import transitions_of
 from fp8rl.returns import RewardScale
-from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Collector
-from fp8rl.tasks.environments import make_cart
-from fp8rl.train import OF_UPDATE, Learner, iterate, statistics_of_updates, train
+from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED
+from fp8rl.train import Learner, iterate
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp8"])
 def test_same_config_same_numbers_bit_for_bit(precision):
     config = Config(precision=precision, seed=7, **SHORT)
     state = torch.get_rng_state()
@@ -49,52 +47,28 @@ def test_same_config_same_numbers_bit_for_bit(precision):
     assert not torch.equal(weights(first), weights(other))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp8"])
-def test_learns_to_stay_at_the_origin(precision):
-    history = trained(small(steps=20_480, precision=precision)).history
-    assert history.final_return >= 195
-
-
-def test_fp8_takes_any_number_of_environments_and_rows():
-    shape = {"num_envs": 5, "rollout_length": 31, "slice_length": 7, "batch_size": 119}
-    run = trained(small(precision="fp8", steps=8 * 155, eval_every=0, eval_episodes=3, **shape))
-    assert np.isfinite(run.history.column("loss")).all()
-    assert run.history.column("nonfinite").sum() == 0
-    assert not torch.equal(weights(run), weights(build(run.config)))
+def test_learns_to_stay_at_the_origin():
+    assert trained(small(steps=20_480, precision="fp8")).history.final_return >= 195
 
 
 def test_iterate_yields_the_run_and_learns_from_each_rollout_once_and_then_from_the_ring():
     config = Config(**SHORT)
-    run, seen, rollouts = build(config), [], []
+    run, seen, rollouts, batches = build(config), [], [], []
     run.collector = Changed(run.collector, lambda rollout: rollouts.append(rollout) or rollout)
-    run.learner = Noting(run.learner)
+    update = run.learner.update
+    run.learner.update = lambda batch: batches.append(batch) or update(batch)
     for same_run in iterate(run):
         assert same_run is run
         seen.append((len(run.history), run.ring.size))
     assert seen == [(1, 32), (2, 64), (3, 96), (4, 128)]
-    assert_same(run, trained(config))
     assert list(iterate(run)) == []  # it has ended
-    fresh = run.learner.calls[::3]
-    others = [call for k, call in enumerate(run.learner.calls) if k % 3]
-    assert len(rollouts) == 4
-    assert all(batch is own for batch, own in zip(fresh, rollouts, strict=True))
-    for batch in others:
-        assert batch.reward.shape == (32, 16) and all(batch is not own for own in rollouts)
+    assert len(rollouts) == 4 and len(batches) == 12
+    for k, batch in enumerate(batches):
+        assert batch.reward.shape == (32, 16)
+        assert (batch is rollouts[k // 3]) == (k % 3 == 0)
 
 
-class Noting(Wrapper):
-    """A learner that notes what it learns from."""
-
-    def __init__(self, inner):
-        super().__init__(inner)
-        self.calls = []
-
-    def update(self, batch):
-        self.calls.append(batch)
-        return self.inner.update(batch)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("bad", [torch.inf])
 @pytest.mark.parametrize("which", ["obs", "reward"])
 def test_what_is_not_finite_never_reaches_weights_or_ring(which, bad):
     def spoil(rollout):
@@ -110,15 +84,6 @@ def test_what_is_not_finite_never_reaches_weights_or_ring(which, bad):
     assert torch.equal(weights(run), seen[-1])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_update_lowers_the_loss(precision):
-    one = learner(precision)
-    batch = Collector(Cart(16, 0.5), one.model, one.precision, 32).collect(one.model)
-    assert statistics_of_updates([one.update(batch)]).shape == (1, len(OF_UPDATE))
-    losses = [one.update(batch).loss.value_loss.item() for _ in range(50)]
-    assert losses[-1] < 0.7 * losses[0]
-
-
 def learner(precision: str = "fp32", rate=1e-3) -> Learner:
     model = ActorCritic(generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.Adam(
@@ -128,34 +93,18 @@ def learner(precision: str = "fp32", rate=1e-3) -> Learner:
 
 
 def test_adam_is_torch_s_without_its_slow_import(monkeypatch):
-    def trained(kind: type[torch.optim.Adam]) -> tuple[list, torch.optim.Adam, int]:
+    found = []
+    for kind, module in ((torch.optim.Adam, torch._dynamo), (Adam, None)):
+        monkeypatch.setitem(sys.modules, "torch._dynamo", module)  # None: to import it raises
         model = ActorCritic(generator=torch.Generator().manual_seed(0))
         optimizer = kind(model.parameters(), 1e-2, fused=True)
-        calls = []
-        optimizer.register_step_post_hook(lambda *_: calls.append(1))
         for _ in range(3):
             optimizer.zero_grad()
             sum(p.square().sum() for p in model.parameters()).backward()
             optimizer.step()
             optimizer.load_state_dict(optimizer.state_dict())
-        return list(model.parameters()), optimizer, len(calls)
-
-    expected, _, _ = trained(torch.optim.Adam)
-    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # to import it raises ImportError
-    weights, optimizer, calls = trained(Adam)
-    assert all(map(torch.equal, weights, expected)) and calls == 3
-    assert copy.deepcopy(optimizer).state_dict().keys() == {"state", "param_groups"}
-
-
-def test_the_learning_rate_is_set_where_the_optimizer_keeps_it():
-    for kept in (1.0, torch.tensor(1.0)):
-        one = learner(rate=kept)
-        other = torch.zeros(1, requires_grad=True)
-        one.optimizer.add_param_group({"params": [other], "lr": 2.0})
-        one.set_learning_rate(0.5)
-        group, other_group = one.optimizer.param_groups
-        assert group["lr"] == other_group["lr"] == 0.5
-        assert group["lr"] is kept or isinstance(kept, float)
+        found.append([*model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 def test_an_end_without_a_dummy_row_after_it_is_refused():
@@ -168,22 +117,18 @@ def test_an_end_without_a_dummy_row_after_it_is_refused():
         refused(message, take, rollout)
     rollout.flags[4, 1] = DUMMY
     rollout.flags[5, 2] = TERMINATED
-    ring.append(rollout)
-    refused("flags of row 0 of environment 2 have no DUMMY", ring.append, rollout)
-    rollout.flags[0, 2] = DUMMY
     for take in (ring.append, transitions_of, one.watch):
         take(rollout)
+    refused("flags of row 0 of environment 2 have no DUMMY", ring.append, rollout)
 
 
 @pytest.mark.parametrize("learner, actor", [("fp32", "fp8"), ("fp8", "fp32"), ("bf16", "fp16")])
 def test_a_policy_may_act_in_another_precision_with_the_learner_s_weights(learner, actor):
     run = build(small(precision=learner, collect_precision=actor))
-    acting = run.collector.model
     for _ in range(2):
         run.learner.update(run.collect())
-    pairs = list(zip(run.model.parameters(), acting.parameters(), strict=True))
+    pairs = list(zip(run.model.parameters(), run.collector.model.parameters(), strict=True))
     # Copied, never shared
-    assert run.collector.precision.name == actor
     assert all(a.data_ptr() != b.data_ptr() for a, b in pairs)
     assert not any(torch.equal(a, b) for a, b in pairs)  # one update behind
     rollout = run.collect()
@@ -192,18 +137,6 @@ def test_a_policy_may_act_in_another_precision_with_the_learner_s_weights(learne
     twin.model.load_state_dict(run.model.state_dict())
     expected = log_probabilities(twin.model, twin.learner.precision, rollout)
     torch.testing.assert_close(expected, rollout.behavior_logp, atol=1e-7, rtol=1e-6)
-
-
-@pytest.mark.parametrize("encoder", ["mlp", "gru"])
-def test_the_clip_measures_from_the_learner_s_policy_where_another_one_acts(encoder):
-    fields = SHORT | {"encoder": encoder, "collect_precision": "fp8", "clip": 1e-3}
-    run = build(Config(**fields))
-    for _ in range(2):  # the second goes on from a recurrent state
-        rollout = run.collect()
-        expected = log_probabilities(run.model, run.learner.precision, rollout)
-        torch.testing.assert_close(rollout.proximal_logp, expected)
-        assert not torch.allclose(rollout.proximal_logp, rollout.behavior_logp)
-        run.learner.update(rollout)
 
 
 @pytest.mark.parametrize(
@@ -225,20 +158,6 @@ def test_the_first_update_on_a_rollout_drops_nothing_however_the_policy_acts(fie
         config = Config(**SHORT | once | {"clip_by": clip_by, "eval_every": 0} | fields)
         shares[clip_by] = after(2, build(config)).history.column("clip_fraction")
     assert (shares["learner"] == 0).all() and (shares["actor"] > 0.1).all()
-
-
-def test_the_learner_s_log_probabilities_are_kept_only_where_they_differ_and_are_used():
-    acting = {"collect_precision": "fp8"}
-    assert build(Config(**SHORT, **acting)).ring.proximal
-    for fields in (
-        {},
-        {"precision": "fp8"},
-        acting | {"precision": "fp8"},
-        acting | {"clip": None},
-        acting | {"clip_by": "actor"},
-    ):
-        run = build(Config(**SHORT, **fields))
-        assert not run.ring.proximal and run.collect().proximal_logp is None
 
 
 def test_the_learning_rate_falls_with_the_steps_to_the_last_one_or_stays():
@@ -271,15 +190,14 @@ def test_what_a_run_starts_from_stays_as_it_is():
     for start in (state, state, elsewhere):
         runs.append(build(config))
         runs[-1].load_state_dict(start)
+        assert not runs[-1].learner.optimizer.param_groups[0]["capturable"]
         trained(runs[-1])
     assert_same(*runs[:2])
     assert_same(*runs[1:])
     # Without its rows a run continues with none
-    state = after(3, build(config)).state_dict(ring=False)
     again = build(config)
-    again.load_state_dict(state)
-    assert state["ring"] is None and again.ring.size == 0
-    assert after(1, again).ring.size == 32 and len(again.history) == 4
+    again.load_state_dict(after(3, build(config)).state_dict(ring=False))
+    assert again.ring.size == 0 and after(1, again).ring.size == 32
 
 
 def test_a_state_of_another_config_is_refused():
@@ -289,60 +207,25 @@ def test_a_state_of_another_config_is_refused():
     # else notices.
     one = build(dataclasses.replace(config, num_envs=1)).state_dict(ring=False)
     cases = [(config, one)]
-    for change in (
-        {"extra_features": 1},
-        {"num_envs": 8},
-        {"capacity": 600},
-        {"layers": 3},
-        {"hidden_size": 32},
-        {"encoder": "gru"},
-        {"formats": "m=e4m3"},
-    ):
+    for change in ({"num_envs": 8}, {"capacity": 600}, {"layers": 3}, {"formats": "m=e4m3"}):
         cases.append((dataclasses.replace(config, **change), state))
     for name in state.keys() - {"ring"}:
         cases.append((config, {key: x for key, x in state.items() if key != name}))
     for own, found in cases:
         refused("the state does not fit the config", restore, build(own), found)
-    refused("the state does not fit the config", build, cases[1][0], HERE, state)
-
-
-def test_the_bar_shows_how_far_it_is(capsys):
-    train(build(small(steps=1_024, eval_episodes=2)))
-    said = capsys.readouterr().err
-    assert "2/2" in said and "eval_return" in said
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_training_starts_tell_nothing_of_those_of_evaluations(seed):
-    starts = []
-
-    def make_env(*settings):
-        env = make_cart(run.config, *settings)
-        starts.append(env.state.flatten())
-        return env
-
-    run = build(small(seed=seed, num_envs=64, eval_episodes=64))
-    run.evaluator = Evaluator(run.config.eval_episodes, run.learner.precision, make_env)
-    run.evaluate()
-    # Of 128 independent numbers: a deviation of 0.09
-    assert abs(np.corrcoef(run.env.state.flatten(), *starts)[0, 1]) < 0.4
 
 
 def test_a_learner_without_a_scale_of_rewards_makes_one_for_the_environments_it_sees():
     """As if it had been given one of as many environments, and not one over all of them as a single
     episode."""
     run = build(small(steps=1_024))
-    parts = run.config.settled(run.env), run.model, run.learner.precision, run.learner.optimizer
-    alone, other = Learner(*parts), Learner(*parts)
-    given = Learner(*parts, RewardScale(run.env.num_envs))
-    other.load_state_dict(alone.state_dict())
-    assert other.reward_scale is None
     rollout = run.collect()
+    parts = run.config.settled(run.env), run.model, run.learner.precision, run.learner.optimizer
+    given, alone, other = (Learner(*parts, scale) for scale in (RewardScale(16), None, None))
     for learner in (alone, given):
         learner.watch(rollout)
     other.load_state_dict(alone.state_dict())
     for learner in (alone, other):
-        assert torch.equal(learner.reward_scale.open, given.reward_scale.open)
         assert torch.equal(learner.reward_scale.scale, given.reward_scale.scale)
     refused("num_envs is 16 in", RewardScale(1).add, rollout, 0.9, lambda tensors: tensors)
 
