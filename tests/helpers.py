@@ -50,26 +50,16 @@ def trained(run: Run | Config) -> Run:
     return train(build(run) if isinstance(run, Config) else run, progress=False)
 
 
-class Wrapper:
-    """A part of a run around another one, `inner`. What a subclass does not define is the inner
-    part's."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __getattr__(self, name: str):
-        if name == "inner":  # not there yet, in a copy that is being made
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-
-class Changed(Wrapper):
+class Changed:
     """A collector whose rollouts a function changes: run.collector = Changed(run.collector,
     function)."""
 
     def __init__(self, inner, change):
-        super().__init__(inner)
+        self.inner = inner
         self.change = change
+
+    def __getattr__(self, name: str):
+        return getattr(self.inner, name)
 
     def collect(self, learned) -> Rollout:
         return self.change(self.inner.collect(learned))

@@ -32,11 +32,10 @@ import rivals
 import scripts
 import tasks
 import torch
-from helpers import SMALL, TINY, trained
+from helpers import SMALL, TINY
 from matplotlib.figure import Figure
 from results import Journal
 
-from fp8rl.build import build_population
 from fp8rl.config import Config
 from fp8rl.dumps.mismatch import MEANING
 from fp8rl.dumps.symptoms import BITS_LEFT
@@ -599,59 +598,6 @@ def test_a_verdict_is_failure_if_more_than_a_tenth_of_the_gain_is_lost(
     task, medians, interval, expected
 ):
     assert breakage_map.verdict(task, *medians, *interval) == expected
-
-
-FALLING = """
-import torch
-p = torch.nn.Parameter(torch.ones(3))
-optimizer = torch.optim.SGD([p], lr=0.125)
-for _ in range(4):
-    optimizer.zero_grad()
-    p.sum().backward()
-    optimizer.step()
-print(*p.tolist())
-"""
-
-
-def test_a_twin_of_a_script_trains_at_the_rates_that_were_watched(tmp_path, capsys):
-    """Steps of 0.125 / 64 near 1 are below half the spacing of bfloat16, and vanish."""
-    script = FALLING.replace("0.125", "0.125 / 64").replace("range(4)", "range(64)")
-    for text, end in (("weights=bf16", 1.0), ("weights=e8m20", 1 - 0.125)):
-        run_twin("watch", text, tmp_path, script)
-        assert capsys.readouterr().out.split() == [str(1 - 0.125)] * 3
-        run_twin("train", text, tmp_path, script)
-        found = [float(x) for x in capsys.readouterr().out.split()]
-        assert found == pytest.approx([end] * 3, abs=2e-3)  # the slowest rate is not 0
-
-
-def run_twin(command: str, text: str, folder: Path, script: str) -> None:
-    """Runs a script by benchmarks/law.py, with the rates in law.json."""
-    (folder / "script.py").write_text(script)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [])
-        patch.setattr(sys, "path", ["", *sys.path])
-        law.main([command, text, str(folder / "law.json"), str(folder / "script.py")])
-
-
-@pytest.fixture
-def short_cartpole(monkeypatch):
-    monkeypatch.setitem(law.STEPS, "CartPole-v1", 2_048)
-    return law.Setting("CartPole-v1", 1e-3)
-
-
-def test_a_twin_at_the_rate_of_one_is_float32_and_at_another_it_is_that_learning_rate(
-    short_cartpole,
-):
-    ones = np.ones((2, 1))
-    by_tensor = np.full((2, 8), 4.0)
-    arms = [(ones, None), (4 * ones, None), (by_tensor, None)]
-    found = law.twins(short_cartpole, arms, (1, 2))
-    other = short_cartpole._replace(learning_rate=4e-3)
-    configs = [law.config_of(own, seed) for own in (short_cartpole, other) for seed in (1, 2)]
-    run = trained(build_population(configs))
-    expected = [history.final_return for history in run.histories(configs)]
-    assert found[:2].flatten().tolist() == expected
-    assert found[1].tolist() == found[2].tolist()
 
 
 def test_recipes_of_dumps_name_kinds_of_the_report():

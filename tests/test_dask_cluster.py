@@ -37,23 +37,6 @@ def workers():
         yield workers
 
 
-def kill_one_at_work(workers, ready) -> None:
-    """Kills a worker process that has a batch, as soon as `ready` says so."""
-    while not ready():
-        time.sleep(0.01)
-    for nanny in workers.workers.values():
-        state = workers.scheduler.workers.get(nanny.worker_address)
-        if state and state.processing:
-            os.kill(nanny.pid, signal.SIGKILL)
-            return
-    raise RuntimeError("no worker has a batch")
-
-
-def wait_until(condition) -> None:
-    while not condition():
-        time.sleep(0.01)
-
-
 def test_a_study_has_the_results_of_one_machine(workers, tmp_path, one_process):
     run_cli(*STUDY, "--workers", 2, "--out", tmp_path / "here")
     out = tmp_path / "there"
@@ -109,43 +92,14 @@ def tasks_of_worker(dask_worker) -> int:
     return len(dask_worker.active_threads)
 
 
-class FakeClient:
-    """Stands for a client of workers with these threads and processors, on two machines."""
-
-    def __init__(self, threads, processors, versions="2.0+cpu"):
-        addresses = [f"tcp://10.0.0.{k % 2}:{k}" for k in range(len(threads))]
-        self.workers = {
-            address: {"host": address[6:14], "nthreads": n}
-            for address, n in zip(addresses, threads, strict=True)
-        }
-        self.processors = dict(zip(addresses, processors, strict=True))
-        self.version = versions
-
-    def get_executor(self, pure):
-        assert pure is False
-
-    def get_versions(self, packages):
-        ours = {"packages": dict.fromkeys(packages, "2.0")}
-        theirs = {"packages": dict.fromkeys(packages, self.version)}
-        return {"client": ours, "scheduler": ours, "workers": dict.fromkeys(self.workers, theirs)}
-
-    def scheduler_info(self, n_workers):
-        return {"workers": self.workers}
-
-    def run(self, function):
-        return self.processors
-
-
-def test_threads_and_kinds_of_processors_are_told():
-    cluster = dask_cluster.Cluster(FakeClient([1, 1, 1], ["A", "A", "A"]))
-    assert cluster.threads == 3 and cluster.threads_by_host.most_common(1) == [("10.0.0.0", 2)]
-    assert cluster.processors == ["A"] and not cluster.warnings
-    threads, kinds = dask_cluster.Cluster(FakeClient([1, 4], ["B", "A"])).warnings
-    assert "tcp://10.0.0.1:1 has 4 threads" in threads and "--nthreads 1" in threads
-    assert kinds.startswith("the Dask workers have several kinds of processor (A; B): ")
-    for version in ("2.1", None):
-        message = f"the Dask worker tcp://10.0.0.0:0 has fp8rl {version}, and this study 2.0: "
-        refused(message, dask_cluster.Cluster, FakeClient([1], ["A"], version))
+@pytest.mark.parametrize("version", ["2.1", None])
+def test_a_worker_of_another_version_is_refused(version):
+    ours = {"packages": dict.fromkeys(dask_cluster.SAME, "2.0")}
+    for_cuda = {"packages": dict.fromkeys(dask_cluster.SAME, "2.0+cuda")}
+    other = {"packages": dict.fromkeys(dask_cluster.SAME, version)}
+    versions = {"client": ours, "scheduler": ours, "workers": {"a": for_cuda, "b": other}}
+    message = f"the Dask worker b has fp8rl {version}, and this study 2.0: install the same"
+    refused(message, dask_cluster.require_same_versions, versions)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:8786", "http://127.0.0.1:8786", "tcp://127.0.0.1"])

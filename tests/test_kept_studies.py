@@ -1,13 +1,10 @@
 """Studies that are stopped and go on, and studies that grow: what is kept, and what is trained."""
 
-import contextlib
-import itertools
 import json
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -25,10 +22,8 @@ from helpers import (
 from fp8rl.config import Config
 from fp8rl.disk.run_folder import read_mark
 from fp8rl.history import History
-from fp8rl.machine import hardware
 from fp8rl.study import batch_file, comparison, parallel
 from fp8rl.study.batch_file import BatchFile
-from fp8rl.train import iterate
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
@@ -66,64 +61,25 @@ def assert_same(ours: list[History], theirs: list[History]) -> None:
             np.testing.assert_array_equal(one.column(name), other.column(name), name)
 
 
-def train_further(iterations: int, folder: Path, configs: list[Config]) -> None:
-    """Trains a batch from its file so many iterations further, and saves it."""
-    file = BatchFile(folder, configs)
-    run = file.built(alone=len(configs) == 1)
-    with contextlib.closing(iterate(run)) as trained:
-        for _ in itertools.islice(trained, iterations):
-            pass
-        file.save(run)
-
-
-@pytest.fixture(scope="module")
-def whole_cart() -> list[History]:
-    """The histories of a batch that nobody stopped."""
-    return parallel.train_batch(None, CART, 0)
-
-
 @pytest.mark.parametrize("name", BATCHES)
-def test_a_batch_that_is_stopped_goes_on_bit_for_bit(name, tmp_path):
+def test_a_batch_that_is_killed_twice_goes_on_bit_for_bit(name, tmp_path, monkeypatch):
     configs = BATCHES[name]
     whole = parallel.train_batch(each_of(configs), configs, 0)
-    for iterations in (1, 2):  # of the five
-        train_further(iterations, tmp_path, configs)
-        assert len(list(tmp_path.iterdir())) == 1
-    assert_same(parallel.train_batch(each_of(configs), configs, 0, tmp_path), whole)
-
-
-def test_a_batch_that_is_killed_goes_on_from_where_it_was_saved_last(
-    tmp_path, whole_cart, monkeypatch
-):
-    monkeypatch.setattr(batch_file, "SECONDS", -1)  # so that each iteration is saved
     save = BatchFile.save
-    lengths = []
 
     def killed(file, run):
-        lengths.append(len(run.history))
-        if len(lengths) in (3, 6):
-            raise SystemExit
         save(file, run)
+        if len(run.history) in (2, 4):  # of five iterations
+            raise SystemExit
 
-    monkeypatch.setattr(BatchFile, "save", killed)
-    for _ in range(2):
-        with pytest.raises(SystemExit):
-            parallel.train_batch(None, CART, 0, tmp_path)
-    assert_same(parallel.train_batch(None, CART, 0, tmp_path), whole_cart)
-    assert lengths == [1, 2, 3, 3, 4, 5, 5]
-
-
-def test_a_worker_without_the_folder_trains_all_of_a_batch(tmp_path, whole_cart):
-    assert_same(parallel.train_batch(None, CART, 0, tmp_path / "elsewhere"), whole_cart)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_ring_that_memory_has_no_room_to_copy_is_not_saved(tmp_path, monkeypatch):
-    file = BatchFile(tmp_path, CART)
-    run = file.built(alone=False)
-    monkeypatch.setattr(hardware, "available", lambda device="cpu": run.ring.nbytes - 1)
-    file.save(run)
-    assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_file, "SECONDS", -1)  # so that each iteration is saved
+        patch.setattr(BatchFile, "save", killed)
+        for _ in range(2):
+            with pytest.raises(SystemExit):
+                parallel.train_batch(each_of(configs), configs, 0, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert_same(parallel.train_batch(each_of(configs), configs, 0, tmp_path), whole)
 
 
 def test_a_file_that_is_not_of_the_batch_is_refused_in_one_line(tmp_path):

@@ -2,16 +2,15 @@
 
 import contextlib
 import itertools
-import sys
 import threading
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from conftest import InThisProcess, cores
-from helpers import PATIENCE, SMALL, refusal, refused, small
+from helpers import PATIENCE, SMALL, small
 
 from fp8rl.build import build
 from fp8rl.config import Config
@@ -132,25 +131,3 @@ def test_who_stops_early_cancels_what_has_not_begun():
         stopped.set()
         assert executor.submit(pow, 2, 3).result() == 8  # the caller's executor is still open
     assert len(begun) <= 2
-
-
-class Losing(InThisProcess):
-    def submit(self, function, /, *arguments) -> Future:
-        future = Future()
-        future.cancel()
-        future.set_running_or_notify_cancel()
-        return future
-
-
-def test_a_batch_that_an_executor_loses_or_cancels_is_said_in_one_line():
-    batches = parallel.run_all([small(steps=512)], Losing(), progress=False)
-    refused("a batch was cancelled", list, batches, error=ChildProcessError)
-
-
-def test_a_cluster_without_its_package_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "distributed", None)
-    words = ["study", "--scheduler", "tcp://127.0.0.1:8786", "--out", tmp_path / "a"]
-    said = refusal(capsys, *words)
-    assert said.startswith("scheduler is given, and the package distributed cannot be imported (")
-    assert "pip install distributed" in said
-    assert not list(tmp_path.iterdir())

@@ -8,7 +8,7 @@ from helpers import WIDE, coded, noise, refused, ring_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fp8rl.env import STATE_BOUNDS, Cart
+from fp8rl.env import Cart
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.replay.layouts import (
@@ -89,12 +89,9 @@ def steps(*pairs: tuple[float, float]) -> Transitions:
 
 
 def test_differences_have_one_byte_only_where_every_feature_has_bounds():
-    inf = torch.inf
     assert difference_codec(([0.0, -1.0], [5.0, 1.0])) == "fp8"
-    for high in (inf, 3.4e38):  # high - low is infinite, too
-        bounds = [0.0, -3.4e38], [5.0, high]
-        assert difference_codec(bounds) == "bf16"
-        layout = DeltaLayout(100, bounds)
+    for high in (math.inf, 3.4e38):  # high - low is infinite, too
+        layout = DeltaLayout(100, ([0.0, -3.4e38], [5.0, high]))
         assert layout.difference.name == "bf16"
         assert layout.nbytes == layout_bytes("delta", 100, 2, difference="bf16")
 
@@ -130,14 +127,6 @@ def test_delta_counts_and_says_what_its_differences_do_not_hold():
         assert (layout.clipped.tolist(), layout.lost.tolist()) == ([clipped], [lost])
 
 
-@pytest.mark.parametrize("layout", STORES)
-def test_clipped_observations_are_counted(layout):
-    store = STORES[layout](10, ([-4.0], [4.0]), "int8")
-    stored(store, steps((0, 1), (5, 4), (4, 5)))
-    # In delta, the difference from 4 to 5 makes the next observation 5.
-    assert store.clipped.tolist() == [{"full": 2, "delta": 1}[layout]]
-
-
 # The largest error of a difference: relative to it, and relative to high - low.
 PROMISE = {"fp8": (2**-4, 2**-17), "bf16": (2**-8, 0)}
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -169,33 +158,6 @@ def test_delta_keeps_its_promise_or_counts(pairs, bound, codec):
     assert broken <= layout.clipped.item()
     stored_as_0 = layout.difference.decode(layout.fields["difference"][: len(pairs)]) == 0
     assert layout.lost.item() == int((stored_as_0 & (transitions.next_obs != back.obs)).sum())
-
-
-def test_integer_features_do_not_wrap_around():
-    transitions = steps((200, 3), (3, 200), (7, 7), (0, 255))
-    for dtype in (torch.uint8, torch.int16, torch.int64, torch.float64):
-        given_type = transitions._replace(
-            obs=transitions.obs.to(dtype), next_obs=transitions.next_obs.to(dtype)
-        )
-        layout = DeltaLayout(4, NO_BOUNDS)
-        back = stored(layout, given_type)
-        assert torch.equal(back.next_obs, transitions.next_obs)  # up to 256, bf16 is exact
-        layout = DeltaLayout(4, ((0.0,), (255.0,)))
-        back = stored(layout, given_type)
-        error = (back.next_obs - transitions.next_obs).abs()
-        assert (error <= 2**-4 * (transitions.next_obs - transitions.obs).abs()).all()
-        assert layout.clipped.tolist() == [0] and layout.lost.tolist() == [0]
-
-
-def test_an_infinite_observation_has_no_difference():
-    for pair in ((0, torch.inf), (-torch.inf, 0), (torch.inf, torch.inf)):
-        name = "obs" if math.isinf(pair[0]) else "next_obs"
-        layout = DeltaLayout(4, NO_BOUNDS)
-        message = f"{name} is infinite: fix its source, or use the full layout"
-        refused(message, layout.append, steps((0, 1), pair))
-        assert layout.size == 0 and layout.clipped.tolist() == [0]
-        full = FullLayout(4, NO_BOUNDS)
-        assert stored(full, steps(pair)).next_obs.item() == pair[1]
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8))
@@ -236,12 +198,8 @@ def test_predicted_bytes_are_the_measured_ones_and_those_by_hand():
 
 def test_what_cannot_be_is_refused():
     refused("layout is 'rows'", layout_bytes, "rows", 1)
-    refused("codec is 'fp4'", layout_bytes, "delta", 1, codec="fp4")
     refused("codec is 'int8' and feature 0", DeltaLayout, 10, NO_BOUNDS, difference="int8")
+    refused("next_obs is infinite", DeltaLayout(4, NO_BOUNDS).append, steps((0, math.inf)))
     for store in STORES.values():
         refused("capacity is 0: use at least 1", store, 0)
-        layout, transitions = store(10, STATE_BOUNDS), transitions_of(noise(0, 4, 1))
-        refused("transitions are 11", layout.append, transitions_of(noise(0, 11, 1)))
-        transitions.next_obs[2, 1] = torch.nan
-        refused("next_obs is NaN", layout.append, transitions)
-        assert layout.size == 0
+        refused("transitions are 11", store(10).append, transitions_of(noise(0, 11, 1)))
