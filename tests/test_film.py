@@ -81,14 +81,15 @@ def test_a_film_shows_the_episode_that_an_evaluation_plays(greedy, encoder, monk
     assert film.steps <= 12 and image_of(film.gif).n_frames == film.steps + 1
 
 
-def test_a_film_ends_with_the_episode_and_stays_there():
+def test_a_film_shows_every_second_step_and_stays_at_the_end(monkeypatch):
+    monkeypatch.setattr("fp8rl.study.film.MOST_FRAMES", 100)
     env = Cart(1, 0.0)
     film = film_episode(lambda obs: torch.ones(1, dtype=torch.int64), env, 25)
     assert film.episode_return == pytest.approx(play(lambda obs: torch.ones(1).long(), Cart(1, 0)))
     assert film.steps == 7
     found = image_of(film.gif)
-    assert found.n_frames == 8 and found.info["loop"] == 0
-    found.seek(7)
+    assert found.n_frames == 5 and found.info["loop"] == 0 and found.info["duration"] == 80
+    found.seek(4)
     assert found.info["duration"] == 2000
 
 

@@ -18,6 +18,8 @@ def test_a_ring_in_memory_is_saved_and_one_in_a_folder_is_its_own_copy(tmp_path)
     folder.load_state_dict(memory.state_dict())
     folder.append(coded(7, 2, 2))  # it is the same run's
     assert folder.sample(1, 9).obs[:, 0, 0].tolist() == list(range(10))
+    message = "memmap is .*another run's ring"
+    refused(message, folder.load_state_dict, memory.state_dict(), error=OSError)
 
 
 GOOD = coded(8, 4, 2)

@@ -188,6 +188,8 @@ def test_arms_do_not_depend_on_their_company(setting):
     arms = [Arm("fp8", "clip"), Arm(), Arm("e8m1", "one_precision"), Arm("e8m2", "mask_tokens")]
     together = Laboratory(setting, arms, [0, 1], start_of(setting, [0, 1]))
     together.train()
+    in_one_precision = together.rollout_log_ratio[:, 4:6].abs() < 1e-4
+    assert in_one_precision.float().mean() > 0.9
     for i, arm in enumerate(together.arms):
         alone = Laboratory(setting, [arm], [0, 1], start_of(setting, [0, 1]))
         alone.train()
@@ -206,6 +208,8 @@ def test_minibatches_are_updates_on_parts_of_a_rollout():
     tokens, actor_logp = policies.write(prompt, uniforms, by_hand.actor_rounding)
     advantage = by_hand.advantage(by_hand.task.reward(tokens, prompt))
     assert advantage.any()
+    of_prompts = advantage.unflatten(1, (-1, setting.prompts))
+    torch.testing.assert_close(of_prompts.mean(1), torch.zeros(2, setting.prompts))
     first_logp = policies.log_probs(tokens, prompt).detach()
     for half in (slice(0, 8), slice(8, 16)):
         logp = policies.log_probs(tokens[:, :, half], prompt[half])
