@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import gymnasium
 import pytest
 import torch
-from helpers import SIZED, refusal, rows_of_csv, run_cli, small, without_seconds
+from helpers import SIZED, refusal, rows_of_csv, run_cli, small
 
 from fp8rl.build import build
 from fp8rl.cli import main as command_line
@@ -21,7 +21,6 @@ from fp8rl.disk.run_folder import Folder
 from fp8rl.env import Cart
 from fp8rl.machine import hardware
 from fp8rl.replay.layouts import LAYOUTS
-from fp8rl.tasks.classic_control import CartPole
 from fp8rl.train import iterate
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -315,15 +314,6 @@ def test_a_finished_run_is_lengthened_and_its_learning_rate_is_that_of_the_new_l
     assert rates == [1e-3, 5e-4, 5e-4, 2.5e-4]
 
 
-def test_a_lengthened_run_without_annealing_is_the_longer_run_bit_for_bit(tmp_path):
-    options = ["--no-anneal", *SHORT, "--eval-every", 512]
-    for out, steps in (("a", 1024), ("whole", 2048)):
-        run_cli("train", *options, "--steps", steps, "--out", tmp_path / out)
-    run_cli("train", "--resume", tmp_path / "a", "--steps", 2048)
-    lengthened, whole = (without_seconds(tmp_path / out / "metrics.csv") for out in ("a", "whole"))
-    assert lengthened == whole
-
-
 # What is written into config.json, and how that is named
 EDITS = {
     '"entropy_coef": 0.5': "entropy_coef is 0.5 there and None in the run",
@@ -340,23 +330,6 @@ def test_a_config_that_was_edited_is_named_and_stays_as_it_is(edit, tmp_path, re
     said = refused("train", "--resume", tmp_path / "a")
     assert said.startswith((f"{path} was changed ({EDITS[edit]}", f"{path}: {EDITS[edit]}"))
     assert path.read_text() == text
-
-
-# Environments of one's own
-
-
-class Narrow(CartPole):
-    """A task whose first feature leaves its bounds."""
-
-    bounds = (-0.01, -9.0, -9.0, -9.0), (0.01, 9.0, 9.0, 9.0)
-
-
-def test_clipped_observations_of_a_task_of_one_s_own_are_reported(tmp_path, capsys):
-    task = ["--env-id", "test_cli:Narrow", "--codec", "int8"]
-    run_cli("train", *TINY, *task, "--out", tmp_path / "a")
-    error = capsys.readouterr().err
-    assert "warning: codec int8 clipped observations (feature 0: " in error
-    assert "feature 1" not in error
 
 
 # Memory

@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 from helpers import refused, small
 
-from fp8rl.build import build_population
 from fp8rl.history import History
 from fp8rl.study import comparison
-from fp8rl.train import train
 
 
 def history_of(returns, failure=None) -> History:
@@ -34,15 +32,6 @@ def result(arm, seed, final, failure="", train_return=np.nan):
 
 def rows_of(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-
-
-def test_the_control_that_must_fail_fails_where_float32_learns():
-    study = comparison.Comparison(("fp32",), seeds=2, controls=True)
-    arms = study.arms(steps=10_240, eval_every=10_240, eval_episodes=10)
-    plain, _, bad = arms.values()
-    histories = train(build_population(plain + bad), progress=False).histories(plain + bad)
-    returns = [history.final_return for history in histories]
-    assert min(returns[:2]) > 190 and max(returns[2:]) < 60
 
 
 def test_summary_by_hand():

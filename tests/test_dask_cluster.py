@@ -77,6 +77,8 @@ def test_a_batch_that_nobody_waits_for_ends(workers):
         return sum(len(worker.processing) for worker in workers.scheduler.workers.values())
 
     with dask_cluster.dask_cluster(workers.scheduler_address) as cluster:
+        first, again = (cluster.submit(time.time_ns) for _ in range(2))
+        assert first.result() != again.result()  # the first is not taken for both
         task = parallel.train_batch, parallel.run, [config], 0, None, cluster.require_wanted
         future = cluster.submit(*task)
         while not busy():

@@ -6,12 +6,12 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import psutil
 import pytest
 from helpers import (
     PATIENCE,
     SIZED,
+    assert_same_histories,
     refusal,
     refused,
     run_cli,
@@ -21,7 +21,6 @@ from helpers import (
 
 from fp8rl.config import Config
 from fp8rl.disk.run_folder import read_mark
-from fp8rl.history import History
 from fp8rl.study import batch_file, comparison, parallel
 from fp8rl.study.batch_file import BatchFile
 
@@ -53,14 +52,6 @@ def each_of(configs: list[Config]):
     return parallel.run if len(configs) == 1 else None
 
 
-def assert_same(ours: list[History], theirs: list[History]) -> None:
-    """Histories bit for bit, but for their seconds."""
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.columns.keys() == other.columns.keys() and one.failure == other.failure
-        for name in one.columns.keys() - {"seconds"}:
-            np.testing.assert_array_equal(one.column(name), other.column(name), name)
-
-
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_batch_that_is_killed_twice_goes_on_bit_for_bit(name, tmp_path, monkeypatch):
     configs = BATCHES[name]
@@ -79,7 +70,7 @@ def test_a_batch_that_is_killed_twice_goes_on_bit_for_bit(name, tmp_path, monkey
             with pytest.raises(SystemExit):
                 parallel.train_batch(each_of(configs), configs, 0, tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
-    assert_same(parallel.train_batch(each_of(configs), configs, 0, tmp_path), whole)
+    assert_same_histories(parallel.train_batch(each_of(configs), configs, 0, tmp_path), whole)
 
 
 def test_a_file_that_is_not_of_the_batch_is_refused_in_one_line(tmp_path):

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from conftest import InThisProcess, cores
-from helpers import PATIENCE, SMALL, small
+from conftest import cores
+from helpers import PATIENCE, SMALL, assert_same_histories, small
 
 from fp8rl.build import build
 from fp8rl.config import Config
@@ -62,14 +62,6 @@ def test_populations_are_dealt_out_whole_or_in_equal_parts(case):
 # Executors
 
 
-def assert_same_numbers(one: dict, other: dict) -> None:
-    assert one.keys() == other.keys()
-    for config, history in one.items():
-        assert history.columns.keys() == other[config].columns.keys()
-        for name in history.columns.keys() - {"seconds"}:
-            np.testing.assert_array_equal(history.column(name), other[config].column(name), name)
-
-
 FIVE = [Config(name, seed=seed, **TINY) for name in ("fp32", "fp8") for seed in range(2)]
 FIVE += [Config(seed=9, encoder="gru", **TINY)]
 
@@ -77,21 +69,21 @@ FIVE += [Config(seed=9, encoder="gru", **TINY)]
 @pytest.fixture(scope="module")
 def of_processes():
     with pytest.warns(UserWarning, match="encoder is gru"):
-        return dict(parallel.run_all(FIVE, workers=2, progress=False))
+        found = dict(parallel.run_all(FIVE, workers=2, progress=False))
+    return [found[config] for config in FIVE]
 
 
 def test_a_process_gives_the_numbers_of_this_one(of_processes):
-    alone = FIVE[-1]
-    ours = {alone: train(build(alone), progress=False).history}
-    assert_same_numbers(ours, {alone: of_processes[alone]})
+    history = train(build(FIVE[-1]), progress=False).history
+    assert_same_histories([history], of_processes[-1:])
     assert list(parallel.run_all([])) == []
 
 
 @pytest.mark.filterwarnings("ignore:encoder is gru")
-@pytest.mark.parametrize("executor", [InThisProcess(), ThreadPoolExecutor(2)], ids=["here", "two"])
-def test_another_executor_gives_the_same_numbers_and_stays_open(executor, of_processes, capsys):
-    with executor:
-        assert_same_numbers(dict(parallel.run_all(FIVE, executor, workers=2)), of_processes)
+def test_another_executor_gives_the_same_numbers_and_stays_open(of_processes, capsys):
+    with ThreadPoolExecutor(2) as executor:
+        found = dict(parallel.run_all(FIVE, executor, workers=2))
+        assert_same_histories([found[config] for config in FIVE], of_processes)
         assert executor.submit(pow, 2, 3).result() == 8
     said = capsys.readouterr().err
     assert "100%" in said and "5 agents" in said

@@ -97,34 +97,21 @@ def test_differences_have_one_byte_only_where_every_feature_has_bounds():
 
 
 def test_delta_counts_and_says_what_its_differences_do_not_hold():
-    bounds = (-100.0, -1e6), (100.0, 1e6)
-    transitions = Transitions(
-        obs=torch.tensor([[0.0, 0.0], [-90.0, 0.0], [0.0, 0.0]]),
-        action=torch.zeros(3).long(),
-        reward=torch.zeros(3),
-        flags=torch.zeros(3).byte(),
-        behavior_logp=torch.zeros(3),
-        # Feature 0 leaves its bounds once, and feature 1 once moves by a millionth of them.
-        next_obs=torch.tensor([[10.0, 0.0], [500.0, 1.0], [0.0, 1e5]]),
-    )
+    bounds = (-100.0,), (100.0,)
+    # Leaves its bounds, moves by less than a millionth of them, and stays
+    transitions = steps((-90, 500), (0, 1e-5), (5, 5))
     layout = DeltaLayout(10, bounds)
     said = (
-        "difference fp8 .*: of feature 0, 1 of 3 are .* clipped, 0 .* lost .use difference='bf16'"
+        "difference fp8 .*: of feature 0, 1 of 3 are .* clipped, 1 .* lost .use difference='bf16'"
     )
     with pytest.warns(UserWarning, match=said) as caught:
         layout.append(transitions)
     assert caught[0].filename == __file__
-    assert layout.clipped.tolist() == [1, 0] and layout.lost.tolist() == [0, 1]
-    assert everything(layout).next_obs.tolist() == [[10.0, 0.0], [134.0, 0.0], [0.0, 98_304.0]]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layout.append(transitions)  # is counted, but not said again
         DeltaLayout(10, bounds, difference="bf16").append(transitions)
-    assert layout.clipped.tolist() == [2, 0] and layout.lost.tolist() == [0, 2]
-    for difference, clipped, lost in (("fp8", 2, 1), ("fp16", 1, 1), ("bf16", 0, 0)):
-        layout = DeltaLayout(10, NO_BOUNDS, difference=difference)
-        stored(layout, steps((0, 1000), (0, 100_000), (0, 1e-9), (5, 5)))
-        assert (layout.clipped.tolist(), layout.lost.tolist()) == ([clipped], [lost])
+    assert (layout.clipped.tolist(), layout.lost.tolist()) == ([2], [2])
 
 
 # The largest error of a difference: relative to it, and relative to high - low.
@@ -160,17 +147,13 @@ def test_delta_keeps_its_promise_or_counts(pairs, bound, codec):
     assert layout.lost.item() == int((stored_as_0 & (transitions.next_obs != back.obs)).sum())
 
 
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8))
-def test_a_ring_keeps_the_newest_transitions(lengths):
+def test_a_ring_keeps_the_newest_transitions():
     store = DeltaLayout(10, WIDE)
-    start = 0
-    for length in lengths:
+    for start, length in ((0, 7), (7, 9), (16, 2)):
         rollout = coded(start, length, 1)
         store.append(transitions_of(rollout._replace(flags=torch.zeros_like(rollout.flags))))
-        start += length
-    assert store.size == min(start, 10)
-    times = everything(store).obs[:, 0].sort().values
-    assert times.tolist() == list(range(start - store.size, start))
+        times = everything(store).obs[:, 0].sort().values
+        assert times.tolist() == list(range(max(0, start + length - 10), start + length))
 
 
 # Bytes of a transition with two features, by hand: 10, and 2 for each byte of a feature and of what

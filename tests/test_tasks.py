@@ -28,30 +28,24 @@ def state_of(single: gymnasium.Env) -> torch.Tensor:
 @torch.inference_mode()
 @pytest.mark.parametrize("env_id", TASKS)
 def test_every_step_is_gymnasium_s(env_id):
-    """2,000 random steps or more, with five ends and resets, from the same float32 states. Gymnasium
-    computes in float64; one step in float32 may differ by some 1e-7 of the largest number in it,
-    which for Acrobot is an acceleration of about 100 times 0.2 s."""
+    """2,000 random steps or more, from the same float32 states. Gymnasium computes in float64; one
+    step in float32 may differ by some 1e-7 of the largest number in it, which for Acrobot is an
+    acceleration of about 100 times 0.2 s."""
     single = gymnasium.make(f"fp8rl.tasks:{env_id}" if env_id == LQR else env_id)
-    rng = np.random.default_rng(0)
-    env, taken, steps, ends = None, None, 0, 0
-    close = 1e-4 if env_id == "Acrobot-v1" else 1e-5
     single.action_space.seed(0)
-    while steps < 2_000 or ends < 5:
-        seen = [single.reset(seed=int(rng.integers(2**31)))[0]]
+    close = 1e-4 if env_id == "Acrobot-v1" else 1e-5
+    steps = 0
+    while steps < 2_000:
+        seen = [single.reset(seed=steps)[0]]
         states, actions, expected, over = [], [], [], False
-        if env is not None:
-            obs, reward, *flags = env.step(taken, state_of(single).expand_as(env.state))
-            obs, reward, flags = obs[-1], reward[-1], [flag[-1] for flag in flags]
-            np.testing.assert_allclose(obs, seen[0], rtol=0, atol=1e-6)
-            assert reward == 0 and not any(flags) and env.elapsed[-1] == 0
-            ends += 1
         while not over:
             states.append(state_of(single))
             actions.append(single.action_space.sample())
             obs, reward, terminated, truncated, _ = single.step(actions[-1])
             expected.append((reward, terminated, truncated and not terminated))
             seen.append(obs)
-            over, steps = terminated or truncated, steps + 1
+            over = terminated or truncated
+        steps += len(actions)
         # Each step in an environment of its own, so that rounding does not add up; in the last one
         # the episode ends.
         env = TASKS[env_id](len(actions))
@@ -65,7 +59,6 @@ def test_every_step_is_gymnasium_s(env_id):
         np.testing.assert_allclose(ours, seen[1:], rtol=1e-5, atol=close)
         np.testing.assert_allclose(got, reward, rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(torch.stack(flags), ended)
-        assert env.elapsed.tolist() == list(range(1, len(actions) + 1))
     assert single.spec.max_episode_steps == env.max_steps
 
 
