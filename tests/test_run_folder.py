@@ -10,7 +10,7 @@ import torch
 from helpers import PATIENCE, SIZED, cli_into, forked, refusal, refused, run_cli, without_seconds
 
 from fp8rl.disk import checkpoint
-from fp8rl.disk.run_folder import MARK, Folder, require_free
+from fp8rl.disk.run_folder import MARK, Folder
 from fp8rl.disk.safe_files import write_whole
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -85,19 +85,6 @@ def test_a_run_that_still_runs_is_neither_resumed_nor_replaced(tmp_path, capsys)
         for options in (["--resume", tmp_path], ["--out", tmp_path, "--overwrite", *SIZED]):
             said = refusal(capsys, "train", *options)
             assert said.startswith(f"out is {tmp_path}, where another process is writing")
-
-
-def test_overwrite_touches_nothing_that_no_run_wrote(tmp_path):
-    out = tmp_path / "a"
-    with Folder.create(out, "train", {}) as folder:
-        folder.write("config.json", "{}")
-        (out / "notes.txt").write_text("precious")
-        (out / "table.md").write_text("precious")
-    refused("out is ", require_free, out, "train", error=FileExistsError)
-    # A study would write a file of this name
-    refused("out is ", require_free, out, "study", overwrite=True, error=FileExistsError)
-    Folder.create(out, "train", {}, overwrite=True).close()
-    assert {path.name for path in out.iterdir()} == {MARK, "notes.txt", "table.md"}
 
 
 def test_no_link_is_followed_out_of_the_folder(tmp_path):

@@ -11,8 +11,7 @@ from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.distribution import Gaussian
 from fp8rl.evaluate import play
-from fp8rl.returns import RewardScale
-from fp8rl.rollout import DUMMY, TERMINATED, Rollout, action_noise
+from fp8rl.rollout import action_noise
 from fp8rl.tasks import lqr
 from fp8rl.tasks.by_id import TASKS
 from fp8rl.tasks.custom_env import Single
@@ -138,27 +137,6 @@ def test_a_run_in_tensors_resumes_bit_for_bit(env_id):
     config = small(env_id=env_id, steps=3 * 512, eval_every=0, eval_episodes=2)
     part = after(2, build(config))
     assert_same(trained(build(config, state=part.state_dict())), trained(build(config)))
-
-
-def counting(rewards, flags) -> Rollout:
-    reward = torch.tensor(rewards).unsqueeze(1)
-    flags = torch.tensor(flags, dtype=torch.uint8).unsqueeze(1)
-    length = len(reward)
-    zeros = torch.zeros(length, 1)
-    return Rollout(torch.zeros(length + 1, 1, 2), zeros, reward, flags, zeros)
-
-
-def test_rewards_are_divided_by_the_size_of_discounted_returns():
-    scale = RewardScale(1)
-    assert scale.scale == 1
-    scale.add(
-        counting([1.0, 1.0, 0.0, 4.0], [0, TERMINATED, DUMMY, 0]), 0.5, lambda tensors: tensors
-    )
-    assert scale.scale.item() == pytest.approx(((1 + 1.5**2 + 4**2) / 4) ** -0.5)
-    scale.add(counting([0.0], [0]), 0.5, lambda tensors: tensors)  # goes on from 4
-    new, old = 0.01, 0.99 * (1 - 0.99**4)
-    mean = (new * 2.0**2 + old * (1 + 1.5**2 + 4**2) / 4) / (new + old)
-    assert scale.scale.item() == pytest.approx(mean**-0.5, rel=1e-5)
 
 
 def test_the_size_of_rewards_changes_nothing():
