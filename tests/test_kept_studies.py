@@ -57,10 +57,12 @@ def test_a_batch_that_is_killed_twice_goes_on_bit_for_bit(name, tmp_path, monkey
     configs = BATCHES[name]
     whole = parallel.train_batch(each_of(configs), configs, 0)
     save = BatchFile.save
+    lengths = []
 
     def killed(file, run):
         save(file, run)
-        if len(run.history) in (2, 4):  # of five iterations
+        lengths.append(len(run.history))
+        if lengths[-1] in (2, 4):  # of five iterations
             raise SystemExit
 
     with monkeypatch.context() as patch:
@@ -69,7 +71,7 @@ def test_a_batch_that_is_killed_twice_goes_on_bit_for_bit(name, tmp_path, monkey
         for _ in range(2):
             with pytest.raises(SystemExit):
                 parallel.train_batch(each_of(configs), configs, 0, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert lengths == [1, 2, 3, 4] and len(list(tmp_path.iterdir())) == 1
     assert_same_histories(parallel.train_batch(each_of(configs), configs, 0, tmp_path), whole)
 
 
