@@ -1,6 +1,6 @@
 # make demo       trains the agent in the notebook and leaves the executed notebook and its figures under build/
-# make test       runs the tests, in random order, and the main notebook, a process for each core
-# make notebooks  runs the other notebooks, a process for each core
+# make test       runs the tests, in random order, a process for each core
+# make notebooks  runs the notebooks, a process for each core
 # make lab        opens the notebooks in JupyterLab
 # make lint       checks package, tests and notebooks
 # make results    lists the commands that make the tables of benchmarks/; ONLY="study codecs" runs these
@@ -32,10 +32,10 @@ demo: $(READY)
 	@echo "Its figures:       build/$(NOTEBOOK)_files/"
 
 test: $(READY)
-	$(RUN) pytest -n auto --dist loadgroup --durations 12 $(ORDER) --nbmake notebooks/$(NOTEBOOK).ipynb tests
+	$(RUN) pytest -n auto --dist loadgroup --durations 12 $(ORDER) tests
 
 notebooks: $(READY)
-	$(RUN) pytest -n auto --nbmake --ignore notebooks/$(NOTEBOOK).ipynb notebooks
+	$(RUN) pytest -n auto --nbmake notebooks
 
 lab: $(READY)
 	$(RUN) jupyter lab notebooks

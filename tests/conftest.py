@@ -127,9 +127,3 @@ def pytest_collection_finish(session) -> None:
     """Lets garbage collections skip what has been imported: nothing of it is ever freed."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_collection_modifyitems(items) -> None:
-    """Begins with the notebook, which runs in a process of its own and takes longest. The tests
-    come in random order (pytest-randomly)."""
-    items.sort(key=lambda item: item.path.suffix != ".ipynb")

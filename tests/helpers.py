@@ -25,6 +25,7 @@ from fp8rl.disk import checkpoint
 from fp8rl.disk.mapped_ring import MappedRing
 from fp8rl.doctor import __main__ as doctor
 from fp8rl.env import STATE_BOUNDS
+from fp8rl.history import History
 from fp8rl.precision import Precision
 from fp8rl.replay.ring import ReplayBuffer
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
@@ -51,26 +52,16 @@ def trained(run: Run | Config) -> Run:
     return train(build(run) if isinstance(run, Config) else run, progress=False)
 
 
-class Wrapper:
-    """A part of a run around another one, `inner`. What a subclass does not define is the inner
-    part's."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __getattr__(self, name: str):
-        if name == "inner":  # not there yet, in a copy that is being made
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-
-class Changed(Wrapper):
+class Changed:
     """A collector whose rollouts a function changes: run.collector = Changed(run.collector,
     function)."""
 
     def __init__(self, inner, change):
-        super().__init__(inner)
+        self.inner = inner
         self.change = change
+
+    def __getattr__(self, name: str):
+        return getattr(self.inner, name)
 
     def collect(self, learned) -> Rollout:
         return self.change(self.inner.collect(learned))
@@ -119,16 +110,18 @@ def weights(run: Run) -> torch.Tensor:
         return torch.nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
 
 
-def numbers(run: Run) -> dict[str, np.ndarray]:
-    return {name: run.history.column(name) for name in run.history.columns if name != "seconds"}
-
-
 def assert_same(one: Run, other: Run) -> None:
     """Weights and history bit for bit."""
     assert torch.equal(weights(one), weights(other))
-    assert numbers(one).keys() == numbers(other).keys()
-    for name, values in numbers(one).items():
-        np.testing.assert_array_equal(values, numbers(other)[name], name)
+    assert_same_histories([one.history], [other.history])
+
+
+def assert_same_histories(ours: list[History], theirs: list[History]) -> None:
+    """Histories bit for bit, but for their seconds."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.columns.keys() == other.columns.keys() and one.failure == other.failure
+        for name in one.columns.keys() - {"seconds"}:
+            np.testing.assert_array_equal(one.column(name), other.column(name), name)
 
 
 def after(iterations: int, run: Run) -> Run:

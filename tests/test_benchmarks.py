@@ -1,58 +1,78 @@
-"""Every benchmark writes its tables, at a tiny size; and the rules that its claims rest on.
+"""Every benchmark runs once, at a tiny size; and a few of the rules that its claims rest on.
 
-Nobody runs the benchmarks in CI: they take hours, need other libraries or a GPU. Here each of them
-runs once with few seeds and steps, where possible in this process. Other libraries and CUDA have
-stand-ins. The numbers mean nothing, but a benchmark that no longer fits the package fails."""
+Nobody runs the benchmarks in CI: they take hours, need other libraries or a GPU. The numbers here
+mean nothing, but a benchmark that no longer fits the package fails. Processes, CUDA and other
+libraries have stand-ins."""
 
 import contextlib
 import dataclasses
 import functools
-import importlib
-import importlib.util
-import io
-import itertools
 import json
-import re
+import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import acting
+import arms
+import breakage_map
+import characters
 import decoder_dumps
 import film
 import law
 import noise_dumps
 import numpy as np
 import pytest
-import results
+import real_stacks
+import replay
+import replay_lesson
+import rivals
 import scripts
 import tasks
 import torch
-from helpers import TINY, bang_bang, small
+from helpers import SMALL, TINY
 from matplotlib.figure import Figure
-from PIL import Image
 from results import Journal
 
 from fp8rl.config import Config
-from fp8rl.dumps.mismatch import MEANING
-from fp8rl.dumps.symptoms import BITS_LEFT
 from fp8rl.history import History
+from fp8rl.machine.machine import Machine
 from fp8rl.sequences import laboratory
 
-BENCHMARKS = results.ROOT / "benchmarks"
 SHORT = {"steps": 128, "eval_every": 0, "eval_episodes": 2} | TINY  # two iterations
 QUICK = {"num_envs": 4, "rollout_length": 4, "slice_length": 4, "batch_size": 16}
 QUICK |= {"replay_updates": 1, "eval_episodes": 2}
 
 
-# A run of every benchmark
+# Stand-ins
 
 
 def config_class(**defaults) -> type[Config]:
     """Config with other defaults."""
     fields = [(name, type(value), value) for name, value in defaults.items()]
     return dataclasses.make_dataclass("TinyConfig", fields, bases=(Config,), frozen=True)
+
+
+def replacing(steps: int) -> SimpleNamespace:
+    """Stands in for `dataclasses`. Its `replace`, which makes untrained agents, takes fewer steps."""
+    return SimpleNamespace(
+        replace=lambda config, **fields: dataclasses.replace(config, **fields | {"steps": steps})
+    )
+
+
+def called_once(steps: dict, *_, **__) -> dict[str, float]:
+    """Stands in for seconds_of."""
+    for step in steps.values():
+        step()
+    return dict.fromkeys(steps, 1.0)
+
+
+def printed_by(commands: list[str], *_) -> dict:
+    """Stands in for processes."""
+    printed = [{"train_steps_per_second": 7.0, "greedy_return": 199.0}] * len(commands)
+    return {"printed": printed, "seconds": 2.0, "megabytes": 100.0}
 
 
 class OneProcess:
@@ -96,86 +116,6 @@ def short_tasks(module, monkeypatch) -> None:
 def touch(figure: Figure, file, **_) -> None:
     """Makes a figure's file, which is empty: drawing takes long."""
     Path(file).touch()
-
-
-# Scores and verdicts
-
-
-# Replay layouts
-
-
-# Few bits are another learning rate
-
-
-# Pages
-
-
-def test_every_table_in_results_is_on_a_page_or_linked_from_one():
-    text = "".join(page.read_text() for page in results.READMES)
-    for path in results.RESULTS.rglob("*.md"):
-        assert f"results/{path.relative_to(results.RESULTS).as_posix()}" in text, path
-        table = path.read_text()
-        assert "commit " in table, path
-        scripts = re.findall(r"`python (benchmarks/\S+\.py)", table)
-        assert any((results.ROOT / script).exists() for script in scripts) or not scripts, path
-
-
-def test_the_pages_have_a_section_for_every_table():
-    shown = []
-    for page in results.PAGES:
-        text = page.read_text()
-        sections = re.findall(r"(?m)^## (\w+)$", text)
-        assert re.findall(r"(?m)^\| .* \| \[(\w+)\]\(#\1\) \|$", text) == sections, page
-        shown += sections
-    steps = re.compile("_(first|predicted|measured)$")
-    names = {steps.sub("", name) for name in results.COMMANDS}
-    # Their scripts are kept only in the commits that they name
-    old = [path for path in results.RESULTS.glob("*.md") if "Made at commit" in path.read_text()]
-    assert names <= {*shown} <= names | {path.stem for path in old}
-
-
-def test_tables_that_follow_from_others_have_their_numbers():
-    for module, name in ((acting, "acting"), (law, "rates")):
-        whole, short = (
-            (results.RESULTS / f"{name}{suffix}.md").read_text() for suffix in ("", "_short")
-        )
-        assert module.short(whole) == short
-        assert short.splitlines()[-1] == whole.splitlines()[-1]
-
-
-PAGES = [
-    "README.md",
-    "CONTRIBUTING.md",
-    "fp8rl/bits/README.md",
-    "fp8rl/doctor/README.md",
-    "fp8rl/dumps/README.md",
-    "findings/README.md",
-    *(str(path.relative_to(results.ROOT)) for path in results.ROOT.glob("docs/*.md")),
-    *(str(page.relative_to(results.ROOT)) for page in results.READMES[1:]),
-    *(str(path.relative_to(results.ROOT)) for path in results.ROOT.glob("notebooks/*.ipynb")),
-]
-
-
-def anchors_of(text: str) -> list[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"(?m)^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", text))
-    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_links_of_pages_lead_somewhere(name):
-    path = results.ROOT / name
-    text = path.read_text()
-    if path.suffix == ".ipynb":
-        cells = json.loads(text)["cells"]
-        text = "\n".join("".join(x["source"]) for x in cells if x["cell_type"] == "markdown")
-    for file, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", text):
-        target = path.parent / file if file else path
-        assert target.exists(), (file, anchor)
-        assert not anchor or anchor in anchors_of(target.read_text()), (file, anchor)
-
-
-# Tasks, scripts, policies that act in few bits, and their dumps
 
 
 def fields(patch: pytest.MonkeyPatch, module, **values) -> None:
@@ -288,21 +228,33 @@ def one_line(module, patch) -> None:
     patch.setattr(module, "SECTIONS", {"torch": lambda: [line]})
 
 
+RUNGS = {name: replay_lesson.RUNGS[name] for name in list(replay_lesson.RUNGS)[:2]}
+RUNGS["the earlier defaults"] = replay_lesson.EARLIER | QUICK
+LANDER = "MountainCar-v0"  # LunarLander needs Box2D
+EVERYTHING = functools.reduce(dict.__or__, replay_lesson.STEPWISE.values())
+
+
+def table_of_rates() -> None:
+    """Predicts, measures and writes the table of rates."""
+    for step in ("predict rates_predicted.csv", "measure rates_measured.csv", "table rates.md"):
+        law.main(step.split())
+
+
 class Smoke(NamedTuple):
     """The smallest run of a benchmark.
 
+    `module`   the benchmark
     `files`    what it writes, with words of which each is in the file
-    `calls`    what its `main` is called with, in an empty folder
-    `sizes`    constants of its module, replaced
+    `runs`     what is called one after the other, in an empty folder; words are those of its `main`
+    `sizes`    constants of the module, replaced
     `prepare`  what else is replaced, from the module and monkeypatch
-    `module`   its name; None: that of the run
     """
 
+    module: ModuleType
     files: dict[str, list[str]]
-    calls: list
+    runs: list
     sizes: dict = {}
     prepare: Callable = lambda module, patch: None
-    module: str | None = None
 
 
 def steps(*lines: str) -> list[list[str]]:
@@ -310,7 +262,114 @@ def steps(*lines: str) -> list[list[str]]:
 
 
 SMOKE = {
+    "lesson": Smoke(
+        replay_lesson,
+        {"lesson.md": ["| arm |", "fp8: median fall", "fp8: lose it"]},
+        [lambda: replay_lesson.lesson(Path("lesson.md"))],
+        {
+            "LESSON_SEEDS": range(1000, 1001),
+            "LESSON_STEPS": 4_352,  # 17 iterations: one more than a curve is smoothed over
+            "PRECISIONS": ("fp8",),
+            "LESSON_ARMS": (
+                "no replay: A2C",
+                "slices, clip alone",
+                "slices, corrected, new update",
+            ),
+        },
+    ),
+    "published": Smoke(
+        replay_lesson,
+        {"published.md": ["| settings |", "seeds that reach 100"]},
+        [lambda: replay_lesson.published(Path("published.md"))],
+        {
+            "SEEDS": range(9000, 9001),
+            "BUDGET": {"steps": 2_048, "eval_every": 1_024, "eval_episodes": 1},
+            "STEPWISE": {"all of ours": EVERYTHING},
+            "ALONE": {"+ importance ratio": replay_lesson.RATIO},
+            "BACK": {"- PPO's clip": replay_lesson.NO_CLIP},
+        },
+    ),
+    "between_loops": Smoke(
+        replay_lesson,
+        {"between_loops.md": ["| settings |", "greedy: end below 100"]},
+        [lambda: replay_lesson.between_loops(Path("between_loops.md"))],
+        {
+            "BRIDGE_SEEDS": range(11_000, 11_001),
+            "BUDGET": {"steps": 4_608, "eval_every": 2_304, "eval_episodes": 1},
+            "DIFFERENCES": {"updates in 256 steps": {"replay_updates": 2}},
+        },
+    ),
+    "ladder": Smoke(
+        replay_lesson,
+        {"ladder.md": ["| settings |", "CartPole held"]},
+        [lambda: replay_lesson.ladder(Path("ladder.md"))],
+        {
+            "Config": config_class(eval_episodes=1),
+            "EVALUATIONS": 2,
+            "RUNGS": RUNGS,
+            "LANDER": LANDER,
+            "TASKS": {
+                LANDER: (range(3), 32, 200),
+                tasks.CART: (range(1), 32, 200),
+                tasks.CARTPOLE: (range(1), 32, 500),
+            },
+        },
+    ),
+    "breakage_map": Smoke(
+        breakage_map,
+        {"breakage_map.md": ["| cells |", "| fails |"]},
+        [lambda: breakage_map.main(Path("breakage_map.md"))],
+        {
+            "Config": config_class(eval_episodes=2),
+            "STEPS": 32,
+            "SEEDS": 2,
+            "dataclasses": replacing(32),
+            "FORMATS": dict(
+                zip(breakage_map.FORMATS, (["e8m3"], ["e4m3"], ["e4m3:unscaled"]), strict=True)
+            ),
+            "PLACES": {
+                name: breakage_map.PLACES[name]
+                for name in ("acting", "v independent", "weights stochastic")
+            },
+            "SETTINGS": breakage_map.SETTINGS | QUICK,
+        },
+    ),
+    "rates": Smoke(
+        law,
+        {"rates.md": ["error of the twin", "of the lookup"]},
+        [table_of_rates],
+        {
+            "Config": config_class(num_envs=4, rollout_length=16, slice_length=16, eval_episodes=2),
+            "dataclasses": replacing(64),
+            "TWINS": range(500, 501),
+            "MEASURED_SEEDS": range(8000, 8002),
+            "CELLS": ("weights=e8m3:stochastic", "m=e4m3:independent"),
+            # So short trainings lose nothing, and the short table has only what differs
+            "RESULTS": Path(),
+            "CLEAR": 0,
+            "SETTINGS": [
+                law.Setting("fp8rl/Lqr-v0", 1e-3, batch_size=64),
+                law.Setting("fp8rl/Lqr-v0", 3e-3, batch_size=64, gamma=0.9),
+            ],
+            # Two iterations of 17 updates, which are one of the doctor"s windows
+            "STEPS": dict.fromkeys(law.STEPS, 2 * 64),
+        },
+    ),
+    "codecs": Smoke(
+        replay,
+        {"codecs.md": ["| arm |", "lowest seed"]},
+        [lambda: replay.codecs(Path("codecs.md"))],
+        {
+            "Config": config_class(**SMALL | {"steps": 512, "eval_episodes": 2}),
+            "SEEDS": range(5000, 5001),
+            "GROUPS": {
+                "one": {"fp32": {}},
+                "other": {"plain": {}} | {name: {"codec": "int8"} for name in replay.COARSER},
+            },
+        },
+    ),
     "tasks": Smoke(
+        tasks,
         {
             "tasks.md": ["| task | arm | steps | median score |", "On fp8rl/Lqr-v0"],
             "tasks_short.md": ["| FP8 |"],
@@ -321,29 +380,32 @@ SMOKE = {
         prepare=short_tasks,
     ),
     "film": Smoke(
+        film,
         {"film.gif": [], "curves.png": []},
         [Path()],
         {"Config": config_class(**SHORT), "SEEDS": range(5000, 5001), "FRAMES": 2},
     ),
     "characters": Smoke(
+        characters,
         {"characters.md": ["| kept |", "stored, bytes a parameter"], "characters.png": []},
         [Path("characters.md")],
         {"UPDATES": 2, "EVERY": 1, "SEEDS": 1, "UNITS": 8}
         | {"characters": lambda: (torch.arange(1_000) % 5, torch.arange(1_000) % 5, 5)},
     ),
     "strangers": Smoke(
+        scripts,
         {"strangers.md": ["scripts that report: 2 of 2; a lookup", "The twin is 0.00 off"]},
         steps(*["run strangers.csv --cleanrl ."] * 2, "table strangers.md"),
         prepare=scripts_that_print,
-        module="scripts",
     ),
     "stacks_in_scripts": Smoke(
+        scripts,
         {"stacks_in_scripts.md": ["were chosen: 4 of 4", "scripts that report: 4 of 4; a lookup"]},
         steps(*["run stacks_in_scripts.csv --cleanrl ."] * 2, "table stacks_in_scripts.md"),
         prepare=scripts_that_print,
-        module="scripts",
     ),
     "acting": Smoke(
+        acting,
         {"acting.md": ["| T / H |", "dead prompts"], "acting_short.md": [], "acting.png": []},
         steps(
             "measure acting_first.csv",
@@ -354,13 +416,14 @@ SMOKE = {
         tiny_laboratory,
     ),
     "stack_rules": Smoke(
+        acting,
         {"stack_rules.md": ["AReaL, default", "more is lost by"], "stack_rules_short.md": []},
         steps("measure stack_rules_measured.csv", "table stack_rules.md"),
         {"RESULTS": Path()},
         tiny_laboratory,
-        "acting",
     ),
     "decoder_dumps": Smoke(
+        decoder_dumps,
         {
             "decoder_dumps.md": ["| 2 | temperature | yes | bug: temperature | bug: temperature |"],
             "decoder_dumps_short.md": [
@@ -372,6 +435,7 @@ SMOKE = {
         prepare=three_dumps,
     ),
     "real_stacks": Smoke(
+        real_stacks,
         {"real_stacks.md": ["what is run", "model=bf16:loop: "]},
         [Path("real_stacks.md")],
         {"PACKAGES": {"torch": "torch"}},
@@ -380,188 +444,128 @@ SMOKE = {
 }
 
 
+def first_arms(module, patch) -> None:
+    """The first two arms of a table of speed, once. CUDA's run on the CPU, and processes do not."""
+    measure = arms.measure
+    layer = arms.layer_steps(16, 16, ("fp32", "bf16", "fp8"), "cpu")
+    fields(
+        patch,
+        arms,
+        measure=lambda journal, name, few, rounds: measure(journal, name, few[:2], rounds),
+        layer_steps=lambda *_: layer,
+    )
+    patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    patch.setenv("JAX_PLATFORMS", "")
+
+
+OF_SPEED = {
+    "SECONDS": 0,
+    "WARMUP": 0,
+    "ON_GPU": (),
+    "VECTORIZATIONS": ("sync",),  # the processes of async are Gymnasium's
+    "Config": config_class(eval_episodes=1, **TINY | {"steps": 128}),
+    "short_run": lambda *_, **fields: Config(
+        **QUICK | fields | {"capacity": 200, "batch_size": 16}
+    ),
+    "Machine": lambda *devices, **fields: Machine(*("cpu" for _ in devices), **fields),
+    "run_processes": printed_by,
+    "seconds_of": called_once,
+    "available_precisions": lambda device: ["fp32"],
+    "arithmetic": lambda device: "hardware",
+}
+SMOKE |= {
+    name: Smoke(
+        arms,
+        {f"{name}.md": ["| --- ", "Medians over the rounds"]},
+        steps(f"{name} {name}.md --rounds 1 --script a.py --seed 1"),
+        OF_SPEED,
+        first_arms,
+    )
+    for name in arms.TABLES
+}
+
+
 @pytest.mark.parametrize("name", SMOKE)
-def test_a_benchmark_of_policies_writes_its_tables(name, one_process, monkeypatch, tmp_path):
-    run = SMOKE[name]
-    module = importlib.import_module(run.module or name)
+def test_a_benchmark_writes_its_tables(name, one_process, monkeypatch, tmp_path):
+    module, files, runs, sizes, prepare = SMOKE[name]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Figure, "savefig", touch)
-    fields(monkeypatch, module, **run.sizes)
-    run.prepare(module, monkeypatch)
-    for words in run.calls:
-        module.main(words)
-    for file, words in run.files.items():
+    monkeypatch.setattr(tasks, "best_of", {tasks.CART: 199.0, tasks.LQR: -5.0}.get)
+    fields(monkeypatch, module, **sizes)
+    prepare(module, monkeypatch)
+    for run in runs:
+        if callable(run):
+            run()
+        else:
+            module.main(run)
+    for file, words in files.items():
         assert Path(file).exists()
         text = Path(file).read_text() if file.endswith(".md") else ""
-        assert all(word in text for word in words)
+        assert all(word in text for word in words), text
         assert not text or " on " in text.splitlines()[-1]
 
 
-def test_an_algorithm_of_stable_baselines3_is_evaluated_at_every_multiple_and_at_the_end():
-    model = SimpleNamespace(
-        num_timesteps=0,
-        n_envs=8,
-        action_space=SimpleNamespace(),
-        get_vec_normalize_env=lambda: None,
-        predict=lambda obs, deterministic: (bang_bang(torch.from_numpy(obs)).numpy(), None),
-    )
-    evaluator = tasks.PeerEvaluator(small(eval_every=16, eval_episodes=3))
-    for steps in range(8, 48, 8):
-        model.num_timesteps = steps
-        assert evaluator({"self": model}, {})
-    evaluator.evaluate(model)
-    history = evaluator.history
-    assert history.column("steps").tolist() == [16, 32, 40]
-    assert (history.column("eval_return") > 190).all()
+LOOPS = {"defaults": rivals.ours, "on-policy": rivals.ours, "cleanrl": rivals.cleanrl_style}
+RIVALS = (
+    "--variant defaults --steps 2048",
+    "--variant on-policy --updates 2 --num-envs 4",
+    "--variant on-policy --updates 2 --num-envs 1024",  # more than the default ring takes
+    "--variant on-policy --agents 2 --num-envs 4",
+    "--variant cleanrl --steps 512",
+)
 
 
-def test_a_task_trains_through_gymnasium():
-    config = small(env_id="CartPole-v1", steps=512, eval_every=0, eval_episodes=1, precision="fp8")
-    assert tasks.through_gymnasium(config).last["eval_return"] > 0
+@pytest.mark.parametrize("words", RIVALS)
+def test_every_rival_of_torch_trains(words, monkeypatch, capsys):
+    monkeypatch.setattr(rivals, "WARM_SECONDS", 0)
+    monkeypatch.setattr(sys, "argv", ["rivals", "--seconds", "0", *words.split()])
+    rivals.main(lambda options, tick: LOOPS[options.variant](options, tick), list(LOOPS))
+    numbers = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert numbers["train_steps_per_second"] >= 0
 
 
-def test_a_film_keeps_the_last_picture_of_a_policy_that_has_left_the_track():
-    gif = film.film({"good": bang_bang, "bad": lambda obs: 1}, frames=8)
-    picture = Image.open(io.BytesIO(gif))
-    assert picture.format == "GIF" and picture.n_frames == 8 and picture.size == (480, 480)
-    frames = []
-    for k in (0, 6, 7):
-        picture.seek(k)
-        frames.append(np.asarray(picture.convert("RGB")).astype(int))
-    # But for its palette a picture that is kept stays the same
-    moved = np.abs(frames[2] - frames[1]).mean((1, 2))
-    assert moved[240:].mean() < 0.5 < moved[:240].mean()
-    assert (frames[0] != frames[1]).any()
+def test_arms_are_measured_in_turns_and_go_on_where_they_were_stopped(tmp_path, capsys):
+    def python(name: str, code: str) -> arms.Arm:
+        return arms.waiting_arm(("train", name), f"-I -S -c '{code}'")  # which starts sooner
 
-
-def test_a_lookup_of_a_stranger_leaves_its_own_script_out():
-    lost = {"ppo": 0.9, "dqn": 0.2, "c51": 0.4}
-    cases = [
-        scripts.Case(name, "m=bf16", ["1"], "stalls", loss, 0.0) for name, loss in lost.items()
+    contestants = [
+        python("ours", 'print("final greedy return 198.75 of 200")'),
+        python("theirs", """print("{{\\"greedy_return\\": 197, \\"seconds_evaluating\\": 0}}")"""),
+        python("broken", 'raise SystemExit("out of order")'),
     ]
-    assert scripts.lookup(cases[0], cases) == [0.2, 0.4]
+    journal = Journal(tmp_path / "waits.csv", arms.JOURNAL)
+    arms.measure(journal, "waits", contestants, 2)
+    assert "broken, seconds left out, it failed:\nout of order" in capsys.readouterr().out
+    found = journal.rows()
+    scores = [
+        (row["row"], row["round"], row["value"])
+        for row in found
+        if row["column"] == "greedy return then"
+    ]
+    values = {"ours": "198.75", "theirs": "197"}
+    assert scores == [(f"train | {name}", k, x) for k in "01" for name, x in values.items()]
+    journal.write(found[:-3])
+    arms.measure(journal, "waits", contestants[:2], 2)  # measures only the one that is missing
+    assert journal.rows()[:-3] == found[:-3] and len(journal.rows()) == len(found)
 
 
-# Who may act in few bits
+# Rules
 
 
-def row_of(correction: str, seed: int, learner: float, form: str = "e8m2") -> dict:
-    """A measured row of the laboratory, as its file has it."""
-    row = {"experiment": "first", "length": "8", "format": form, "correction": correction}
-    numbers = {"seed": seed, "learner": learner, "actor": 0.5, "dead": 1, "start": 0.4}
-    return row | {name: str(number) for name, number in numbers.items()}
-
-
-def test_losses_of_the_laboratory_are_shares_of_float32_s_success():
-    rows = [row_of("none", seed, 0.8, "fp32") for seed in (3, 4)]
-    rows += [row_of("clip", 3, 0.2), row_of("clip", 4, 0.4)]
-    cells = acting.cells_of(rows)
-    cell = cells["first", 8, "e8m2", "clip"]
-    assert np.isclose(cell.loss, 1 - 0.3 / 0.8) and np.isclose(cell.dead, 1 / 4)
-    assert np.isclose([cell.low, cell.high], [1 - 0.4 / 0.8, 1 - 0.2 / 0.8]).all()
-    assert cells["first", 8, "fp32", "none"].loss == 0
-
-
-def test_a_curve_of_losses_only_rises():
-    curve = acting.Curve([1, 100, 10, 1000], [0.0, 0.1, 0.3, 0.6])
-    assert np.allclose([curve(x) for x in (0.1, 1, 10, 50, 100, 1e6)], [0, 0, 0.2, 0.2, 0.2, 0.6])
-    assert 0.2 < curve(300) < 0.6
-
-
-ALL_EXPERIMENTS = [
-    (file, *item)
-    for file, experiments in acting.EXPERIMENTS.items()
-    for item in experiments.items()
-]
-
-
-@pytest.mark.parametrize(("file", "name", "experiment"), ALL_EXPERIMENTS, ids=lambda x: str(x)[:35])
-def test_jobs_of_the_laboratory_train_every_arm_and_seed_once_and_keep_seeds_apart(
-    file, name, experiment
+@pytest.mark.parametrize(
+    ("task", "medians", "interval", "expected"),
+    [
+        ("the cart", (198.0, 198.6, 6.6), (-0.4, 0.1), "equal"),
+        # Loses less than a tenth of 192
+        ("the cart", (180.0, 198.6, 6.6), (-20.0, -17.0), "between"),
+        ("the cart", (179.0, 198.6, 6.6), (-21.0, -18.0), "fails"),
+        ("fp8rl/Lqr-v0", (1.1, 1.05, 51.05), (1.01, 1.1), "equal"),  # costs
+        ("fp8rl/Lqr-v0", (6.0, 1.05, 51.05), (5.0, 6.5), "between"),
+        ("fp8rl/Lqr-v0", (6.1, 1.05, 51.05), (5.0, 6.5), "fails"),
+        ("fp8rl/Lqr-v0", (math.nan, 1.05, 51.05), (math.nan, math.nan), "fails"),
+    ],
+)
+def test_a_verdict_is_failure_if_more_than_a_tenth_of_the_gain_is_lost(
+    task, medians, interval, expected
 ):
-    jobs = [job for job in acting.jobs_of(acting.EXPERIMENTS[file]) if job.experiment == name]
-    pairs = [(job.length, seed) for job in jobs for seed in job.seeds]
-    assert sorted(pairs) == sorted(itertools.product(experiment.arms, experiment.seeds))
-    for arms in experiment.arms.values():
-        assert len(set(arms)) == len(arms) and arms[0] == acting.Arm()
-    seeds = {"acting_first": 0, "acting_measured": 1000, "stack_rules_measured": 2000}
-    assert min(experiment.seeds) == seeds[file] and len(experiment.seeds) <= 16
-
-
-def test_rules_of_stacks_were_predicted_for_every_arm_of_fresh_seeds():
-    columns = [*acting.RULES_PLACE, "predicted", "why"]
-    predicted = Journal(results.RESULTS / "stack_rules_predicted.csv", columns).rows()
-    trained = [
-        {"experiment": name, "length": length, **arm._asdict()}
-        for name, experiment in acting.EXPERIMENTS["stack_rules_measured"].items()
-        for length, arms in experiment.arms.items()
-        for arm in arms[1:]
-    ]
-    assert sorted(map(acting.key_of, predicted)) == sorted(map(acting.key_of, trained))
-
-
-# Dumps of a real decoder
-
-
-def a_rollout(prompts: list[list[int]]) -> decoder_dumps.Rollout:
-    """Answers of 3 tokens, of which the first sequence has 2."""
-    tokens = torch.tensor([[5, decoder_dumps.END, decoder_dumps.PAD], [4, 3, 5]])
-    mask = tokens != decoder_dumps.PAD
-    return decoder_dumps.Rollout(prompts, tokens, mask, mask, torch.zeros(2, 3))
-
-
-@pytest.mark.parametrize("offset", (0, -1, 1))
-def test_a_learner_scores_answers_after_prompts_of_any_length(offset):
-    prompts = [[2, 3], [2, 4, 5, 3]]
-    rollout = a_rollout(prompts)
-    inputs = decoder_dumps.inputs_of(prompts, rollout)
-    assert inputs.positions.tolist() == [[0, 0, 0, 1, 2, 3, 3], [0, 1, 2, 3, 4, 5, 6]]
-    table = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
-
-    def model(input_ids, **_):  # whose logits depend on the last token that it has read
-        return SimpleNamespace(logits=table[input_ids])
-
-    logp = decoder_dumps.Lab.score(None, model, inputs, rollout.tokens, offset=offset, batch=1)
-    for row, (prompt, answer) in enumerate(zip(prompts, rollout.tokens.tolist(), strict=True)):
-        text = prompt + answer
-        for t, token in enumerate(answer):
-            read = text[len(prompt) + t - 1 + offset]
-            assert logp[row, t] == table[read].log_softmax(-1)[token]
-
-
-def test_a_learner_reads_what_a_fault_puts_before_answers():
-    by_words = {recipe.what: recipe for recipe in decoder_dumps.RECIPES}
-    prompts = [[2, 3], [2, 4, 5, 3]]
-    rollout = a_rollout(prompts)
-    assert decoder_dumps.after_neighbour(None, rollout) == [[2, 3], [2, 3, 5, 1, 2, 4, 5, 3]]
-    assert by_words["first token missing"].change_prompts(None, rollout) == [[3], [4, 5, 3]]
-    reads = decoder_dumps.sliding_window(
-        decoder_dumps.inputs_of(prompts, rollout), rollout
-    ).attention
-    assert reads.shape == (2, 1, 7, 7)
-    # The first answer of the first sequence reads its prompt and itself, and padding reads itself
-    assert reads[0, 0, 4].tolist() == [False, False, True, True, True, False, False]
-    assert reads[0, 0, 1].tolist() == [False, True, *[False] * 5]
-
-
-def test_recipes_of_dumps_name_kinds_of_the_report():
-    assert not any(recipe.kinds for recipe in decoder_dumps.SOUND)
-    for recipe in decoder_dumps.BUGS:
-        assert recipe.kinds and set(recipe.kinds) <= set(MEANING), recipe
-    assert {recipe.claims for recipe in decoder_dumps.RECIPES} <= {"", *BITS_LEFT}
-
-
-def test_a_small_decoder_trains_and_makes_dumps(monkeypatch, tmp_path):
-    for package in decoder_dumps.PACKAGES[:1]:
-        pytest.importorskip(package)
-    monkeypatch.setattr(
-        decoder_dumps, "documents", lambda: (f"x = {i * i}\n" * 9 for i in range(99))
-    )
-    monkeypatch.setattr(decoder_dumps, "HELD_OUT", 40)
-    monkeypatch.setattr(decoder_dumps, "WINDOW", 16)
-    monkeypatch.setattr(decoder_dumps, "ANSWER", 8)
-    decoder_dumps.main(["train", str(tmp_path), "--seed", "1", "--seconds", "4"])
-    for only in ("8-bit cache", "1 step of 0.001", "a window"):
-        decoder_dumps.main(["make", str(tmp_path), "--only", only])
-    (_, dump, _) = [np.load(path) for path in sorted((tmp_path / "dumps").glob("*.npz"))]
-    assert dump["learner_logp"].shape == dump["tokens"].shape == (64, 8)
+    assert breakage_map.verdict(task, *medians, *interval) == expected

@@ -1,22 +1,17 @@
 import math
-import warnings
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, Sequence, Tuple
-from helpers import SHORT, SIZED, after, refused, resumed, run_cli, small, trained
+from helpers import SIZED, after, refused, resumed, run_cli, small
 
-from fp8rl.build import Machine, build
+from fp8rl.build import build
 from fp8rl.cli.metrics_file import MetricsFile
-from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.distribution import Gaussian
 from fp8rl.evaluate import play
-from fp8rl.model import ActorCritic
-from fp8rl.precision import Precision
-from fp8rl.rollout import DUMMY, Collector
 from fp8rl.tasks.gymnasium_env import EnvironmentFailed, GymEnv, interface_of
 
 # Which Counter is
@@ -58,16 +53,6 @@ def raises(*results):
     raise ZeroDivisionError("the pole\nis not defined")
 
 
-def interrupts(*results):
-    raise KeyboardInterrupt
-
-
-class OldSeeds(Counter):
-    def reset(self, *, seed=None, options=None):
-        np.random.RandomState(seed)  # takes 32 bits
-        return super().reset(seed=seed, options=options)
-
-
 class Wide(Counter):
     """Its observations end with the action that it got."""
 
@@ -98,47 +83,25 @@ REFUSED = {
     "Listed": {"observation_space": Sequence(Discrete(8))},
     "Picture": {"observation_space": Box(0, 255, (8, 8), np.uint8)},
 }
-# Environments that fail after they were made.
-FAILING = {
-    "Raises": {"sixth": raises},
-    "Old": {"sixth": lambda obs, reward, terminated, _, info: (obs, reward, terminated, info)},
-}
-for env in (Counter, OldSeeds, Wide):
+for env in (Counter, Wide):
     register(env.__name__, env)
-for name, kwargs in {**REFUSED, **FAILING}.items():
+for name, kwargs in REFUSED.items():
     if kwargs is not None:
         register(name, kwargs=kwargs)
+register("Raises", kwargs={"sixth": raises})
 register("Limited", max_episode_steps=7)
 register("Poisoned", kwargs={"sixth": lambda obs, *rest: (obs * np.nan, *rest)})
-register("Interrupted", kwargs={"sixth": interrupts})
-register("Large-obs", kwargs={"sixth": lambda obs, *rest: (1e30 * obs, *rest)})
-register("Large-reward", kwargs={"sixth": lambda obs, reward, *rest: (obs, 1e30 * reward, *rest)})
-
-
-def stepped(name: str, vectorization: str = "sync", num_envs: int = 2) -> GymEnv:
-    """An environment after seven steps."""
-    env = GymEnv(f"fp8rl-tests/{name}-v0", num_envs, vectorization=vectorization)
-    for _ in range(7):
-        env.step(torch.zeros(num_envs, dtype=torch.long))
-    return env
 
 
 def test_interface_of_an_environment():
     cart = interface_of("CartPole-v1")
     assert (cart.num_actions, cart.actions, cart.max_steps) == (2, 0, 500)
-    low, high = cart.bounds
-    assert high[0] == pytest.approx(4.8) and low == tuple(-x for x in high)
-    counter = interface_of("fp8rl-tests/Counter-v0")
+    assert cart.bounds[1][0] == pytest.approx(4.8)
+    with pytest.warns(UserWarning, match="without a time limit, .* 10,000 steps: register it"):
+        counter = interface_of("fp8rl-tests/Counter-v0")
     assert (counter.num_actions, counter.actions, counter.max_steps) == (3, 5, 10_000)
     number, (low, high), steps = interface_of("Pendulum-v1")[1:4]
     assert (number, low.tolist(), high.tolist(), steps) == (1, [-2.0], [2.0], 200)
-
-
-def test_a_name_that_is_registered_again_has_another_interface():
-    for env, expected in ((Counter, 3), (Wide, 2)):
-        gymnasium.registry.pop("fp8rl-tests/Again-v0", None)
-        register("Again", env)
-        assert interface_of("fp8rl-tests/Again-v0").num_actions == expected
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -147,33 +110,19 @@ def test_what_cannot_be_learned_from_is_refused(name):
     refused(f"env_id is '{env_id}'", build, small(env_id=env_id))
 
 
-def test_options_that_do_not_fit_are_refused():
-    refused("env_id is ", interface_of, "no_such_package:Nothing-v0")
-    refused("codec is ", build, small(env_id="fp8rl-tests/Counter-v0", codec="int8"))
-    refused("vectorization is ", GymEnv, "CartPole-v1", 2, vectorization="threads")
-
-
 def test_steps_are_gymnasium_s_own():
-    actions = torch.randint(2, (60, 3), generator=torch.Generator().manual_seed(0))
     plain = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync")
     env = GymEnv("CartPole-v1", 3, seed=7)
-    assert env.obs.dtype == torch.float32 and np.array_equal(
-        env.obs.numpy(), plain.reset(seed=7)[0]
-    )
+    np.testing.assert_array_equal(env.obs, plain.reset(seed=7)[0])
     ended = 0
-    for action in actions:
+    for action in torch.randint(2, (60, 3)):
         resets = env.done.clone()
-        obs, reward, terminated, truncated = env.step(action)
-        expected = plain.step(action.numpy())
-        for ours, theirs in zip((obs, reward, terminated, truncated), expected, strict=False):
-            assert np.array_equal(ours.numpy(), theirs)
-        assert (
-            (reward[resets] == 0).all()
-            and not env.done[resets].any()
-            and (obs[resets].abs() <= 0.05).all()
-        )
-        ended += int(terminated.sum())
-    assert ended > 3
+        ours = env.step(action)
+        for one, other in zip(ours, plain.step(action.numpy()), strict=False):
+            np.testing.assert_array_equal(one, other)
+        assert not ours[1][resets].any() and not env.done[resets].any()
+        ended += int(ours[2].sum())
+    assert ended > 3 and env.obs.dtype == torch.float32
 
 
 # Observations of other spaces than a Box, from a count and an action, and the features that they
@@ -201,19 +150,6 @@ def test_observations_of_other_spaces_become_features(name, vectorization):
     env.close()
 
 
-def test_processes_and_one_process_give_the_same_rollout():
-    rollouts = []
-    for vectorization in ("sync", "async"):
-        env = GymEnv("CartPole-v1", 2, seed=3, vectorization=vectorization)
-        torch.manual_seed(0)
-        model = ActorCritic(4)
-        rollouts.append(Collector(env, model, Precision("fp32"), 40).collect(model))
-        env.close()
-    for ours, theirs in zip(*rollouts, strict=True):
-        assert ours is theirs is None or torch.equal(ours, theirs)
-    assert (rollouts[0].flags & DUMMY).any()
-
-
 def test_actions_that_do_not_start_at_zero():
     env = GymEnv("fp8rl-tests/Counter-v0", 2)
     obs, reward, _, _ = env.step(torch.tensor([0, 2]))
@@ -224,85 +160,18 @@ def test_actions_that_do_not_start_at_zero():
     )
 
 
-def evaluated(seed: int) -> tuple[torch.Tensor, float]:
-    """The starts and the result of a new run's evaluation."""
-    config = small(env_id="CartPole-v1", eval_episodes=4, seed=seed)
-    run = build(config, Machine(vectorization="sync"))
-    starts = []
-    make_env = run.evaluator.make_env
-
-    def noted(*settings):
-        env = make_env(*settings)
-        starts.append(env.obs.clone())
-        return env
-
-    run.evaluator.make_env = noted
-    result = run.evaluate()
-    assert result == run.evaluate() > 5 and torch.equal(*starts)
-    assert not torch.isin(run.env.obs, starts[0]).any()
-    run.close()
-    return starts[0], result
-
-
-def test_evaluation_starts_unlike_training_and_always_the_same():
-    starts, result = evaluated(0)
-    again, same_result = evaluated(0)
-    others, _ = evaluated(1)
-    assert torch.equal(starts, again) and torch.equal(starts, others) and result == same_result
-
-
-def test_learns_to_hold_the_pole():
-    fields = {"steps": 20_480, "eval_every": 0, "eval_episodes": 20, "learning_rate": 2e-3}
-    config = small(env_id="CartPole-v1", precision="fp8", **fields)
-    run = trained(build(config, Machine(vectorization="sync")))
-    assert run.history.final_return >= 66  # actions at random hold it for 22 steps
-
-
-@pytest.mark.parametrize("name", FAILING)
-@pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_an_environment_that_fails_is_one_line(name, vectorization):
-    message = f"environment fp8rl-tests/{name}-v0 failed"
-    refused(message, stepped, name, vectorization, error=EnvironmentFailed)
-
-
-def test_a_lost_process_does_not_hang_and_an_interrupt_passes_through():
+def test_a_lost_process_does_not_hang():
     env = GymEnv("fp8rl-tests/Counter-v0", 3, vectorization="async")
     env.envs.processes[1].kill()
     with pytest.raises(EnvironmentFailed, match="one of its processes died"):
         for _ in range(3):
             env.step(torch.zeros(3, dtype=torch.long))
-    with pytest.raises(KeyboardInterrupt):
-        stepped("Interrupted")
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "wrapper"),
-    [("obs", "fp32", "NormalizeObservation"), ("reward", "fp8", "NormalizeReward")],
-)
-def test_numbers_that_are_too_large_are_not_blamed_on_the_learning_rate(name, precision, wrapper):
-    run = build(Config(env_id=f"fp8rl-tests/Large-{name}-v0", precision=precision, **SHORT))
-    message = f"{name} from the environment reaches .*, too large to .*{wrapper}$"
-    refused(message, trained, run)
 
 
 def test_a_time_limit_that_says_both_ends_is_termination_alone():
     env = GymEnv("fp8rl-tests/Limited-v0", 2)
     *_, last = (env.step(torch.zeros(2, dtype=torch.long)) for _ in range(7))  # where both come
     assert [end.tolist() for end in last[2:]] == [[True, True], [False, False]]
-
-
-def test_an_environment_without_a_time_limit_is_told_once():
-    register("Told")
-    line = (
-        "^env_id is 'fp8rl-tests/Told-v0', without a time limit, .* 10,000 steps: "
-        "register it with max_episode"
-    )
-    with pytest.warns(UserWarning, match=line):
-        GymEnv("fp8rl-tests/Told-v0", 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        GymEnv("fp8rl-tests/Told-v0", 2)
-        GymEnv("fp8rl-tests/Limited-v0", 2)
 
 
 FAILURES = {"Raises": "environment fp8rl-tests/Raises-v0 failed", "Poisoned": "obs from"}
@@ -352,18 +221,6 @@ def test_a_resumed_run_s_ring_parts_its_new_episodes_from_the_old_ones(tmp_path)
     assert run.history.column("train_return")[1:].min() >= 35
 
 
-def test_seeds_fit_old_generators():
-    run = build(small(env_id="fp8rl-tests/OldSeeds-v0", eval_episodes=2))
-    assert 35 <= run.evaluate() <= 49
-
-
-def test_a_task_has_its_discount_under_both_of_its_names():
-    assert [
-        GymEnv(name, 1).discount
-        for name in ("fp8rl/Lqr-v0", "fp8rl.tasks:fp8rl/Lqr-v0", "CartPole-v1")
-    ] == [0.95, 0.95, 1.0]
-
-
 def test_actions_are_scaled_to_the_bounds_and_clipped_to_them():
     env = GymEnv("fp8rl-tests/Wide-v0", 3)
     assert env.num_actions == 2 and env.distribution is Gaussian
@@ -373,19 +230,3 @@ def test_actions_are_scaled_to_the_bounds_and_clipped_to_them():
         FloatingPointError, match="action is not a number, because the policy's weights are not"
     ):
         env.step(torch.full((3, 2), math.nan))
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_actions_are_in_their_space_whatever_its_type(dtype):
-    space = Box(np.array([-0.1, 0.1, -1e3], dtype), np.array([0.3, 0.7, 1e-3], dtype), dtype=dtype)
-    register(
-        f"Exact-{space.dtype}",
-        kwargs={"action_space": space, "step": lambda action: exact(space, action)},
-    )
-    env = GymEnv(f"fp8rl-tests/Exact-{space.dtype}-v0", 5)
-    env.step(torch.tensor([-2.0, -1, 0, 1, 2]).unsqueeze(1).expand(-1, 3))
-
-
-def exact(space: Box, action: np.ndarray):
-    assert space.contains(action), action
-    return np.zeros(2), 0.0, False, False, {}

@@ -56,21 +56,6 @@ def test_help_of_a_command_names_and_explains_its_options(command, capsys):
     assert not re.search(r"(INT|STR|FLOAT|PATH|[}\]]|--no-[a-z-]+) \(default: ", flat)
 
 
-def test_a_misspelt_option_is_answered_by_its_command(capsys):
-    with pytest.raises(SystemExit) as end:
-        run_cli("train", "--stesp", 5, "--out", "a")
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and "--steps INT" in error
-    assert "python -m fp8rl train --help" in error and "study" not in error
-
-
-def test_a_misspelt_command_is_answered(capsys):
-    with pytest.raises(SystemExit) as end:
-        run_cli("trian")
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and "trian" in error and "python -m fp8rl --help" in error
-
-
 def test_the_doctor_explains_itself_without_any_package(capsys):
     done = subprocess.run(
         [sys.executable, "-S", "-m", "fp8rl.doctor"], cwd=CLONE, capture_output=True, text=True
@@ -80,14 +65,3 @@ def test_the_doctor_explains_itself_without_any_package(capsys):
     for command in ("watch", "keep", "compare", "mismatch"):
         assert f"\n  python -m fp8rl.doctor {command} " in done.stdout
         assert "--help" in printed(capsys, doctor_command.main, [command, "--help"])
-
-
-def test_the_doctor_names_a_package_that_is_missing():
-    done = subprocess.run(
-        [sys.executable, "-S", "-m", "fp8rl.doctor", "watch", "tests/test_help.py"],
-        cwd=CLONE,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert done.stderr == "fp8rl.doctor: the package numpy is missing: pip install numpy\n"

@@ -2,20 +2,15 @@
 
 import contextlib
 import itertools
-import subprocess
-import sys
 import threading
-import time
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from conftest import InThisProcess, cores
-from helpers import PATIENCE, SMALL, refusal, refused, small
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from conftest import cores
+from helpers import PATIENCE, SMALL, assert_same_histories, small
 
 from fp8rl.build import build
 from fp8rl.config import Config
@@ -40,60 +35,31 @@ def test_a_run_that_fails_is_recorded_and_ends_with_minus_infinity():
     assert history.final_return == -np.inf
 
 
-def test_a_worker_ends_when_the_process_of_its_study_has_ended(monkeypatch):
-    ended = []
-    monkeypatch.setattr(parallel.os, "_exit", ended.append)
-    with subprocess.Popen(["sleep", "60"]) as process:
-        thread = threading.Thread(target=parallel.end_with, args=(process.pid,))
-        thread.start()
-        time.sleep(2 * parallel.PAUSE)
-        assert not ended
-        process.kill()
-        thread.join(20)  # while nobody has asked for what is left of the process
-        assert ended == [1]
-    parallel.end_with(process.pid)  # of which nothing is left
-    assert ended == [1, 1]
+# Agents of each population, their steps, and workers: the sizes of the batches
+SPLITS = {
+    "one worker": ([30], [512], 1, [30]),
+    "as many as workers stay whole": ([30, 30], [512, 512], 2, [30, 30]),
+    "the longer one is split": ([30, 30], [51_200, 512_000], 2, [15, 15, 15, 15]),
+    "the third is split": ([9, 9, 9], [512] * 3, 2, [9, 9, 5, 4]),
+    "more than a population may have": ([2, 130], [512] * 2, 2, [2, 2, 64, 64]),
+    "fewer agents than workers": ([3], [512], 4, [1, 1, 1]),
+}
 
 
-@settings(max_examples=30)
-@given(st.lists(st.integers(1, 150), min_size=1, max_size=6), st.integers(1, 4))
-@example([2, 130], 2)
-def test_populations_are_dealt_out_whole_or_in_equal_parts(sizes, workers):
+@pytest.mark.parametrize("case", SPLITS)
+def test_populations_are_dealt_out_whole_or_in_equal_parts(case):
+    sizes, steps, workers, expected = SPLITS[case]
     configs = [
-        small(seed=seed, capacity=16 * 500 * n)
-        for n, size in enumerate(sizes, 1)
+        small(seed=seed, capacity=16 * 500 * n, steps=length)
+        for n, (size, length) in enumerate(zip(sizes, steps, strict=True), 1)
         for seed in range(size)
     ]
-    tasks = [task for _, task in parallel.split(configs, workers, None)]
-    assert Counter(itertools.chain(*tasks)) == Counter(configs)
-    assert max(map(len, tasks)) <= parallel.AGENTS
-    most = parallel.AGENTS * workers
-    rests = {size % most for size in sizes if size > most}
-    whole = Counter()
-    for n, size in enumerate(sizes, 1):
-        parts = [len(task) for task in tasks if task[0].capacity == 16 * 500 * n]
-        assert max(parts) - min(parts) <= 1 or size > most
-        whole[size] += parts == [size]
-    for size, count in Counter(sizes).items():
-        # The rest of a larger one counts as one of its size
-        if 1 < size <= parallel.AGENTS and size not in rests:
-            assert whole[size] == count // workers * workers
-
-
-def test_a_longer_population_is_split():
-    configs = [small(seed=seed, steps=steps) for steps in (51_200, 512_000) for seed in range(30)]
-    assert [len(task) for _, task in parallel.split(configs, 2, None)] == [15, 15, 15, 15]
+    batches = [batch for _, batch in parallel.split(configs, workers, None)]
+    assert Counter(itertools.chain(*batches)) == Counter(configs)
+    assert sorted(map(len, batches)) == sorted(expected)
 
 
 # Executors
-
-
-def assert_same_numbers(one: dict, other: dict) -> None:
-    assert one.keys() == other.keys()
-    for config, history in one.items():
-        assert history.columns.keys() == other[config].columns.keys()
-        for name in history.columns.keys() - {"seconds"}:
-            np.testing.assert_array_equal(history.column(name), other[config].column(name), name)
 
 
 FIVE = [Config(name, seed=seed, **TINY) for name in ("fp32", "fp8") for seed in range(2)]
@@ -103,21 +69,21 @@ FIVE += [Config(seed=9, encoder="gru", **TINY)]
 @pytest.fixture(scope="module")
 def of_processes():
     with pytest.warns(UserWarning, match="encoder is gru"):
-        return dict(parallel.run_all(FIVE, workers=2, progress=False))
+        found = dict(parallel.run_all(FIVE, workers=2, progress=False))
+    return [found[config] for config in FIVE]
 
 
 def test_a_process_gives_the_numbers_of_this_one(of_processes):
-    alone = FIVE[-1]
-    ours = {alone: train(build(alone), progress=False).history}
-    assert_same_numbers(ours, {alone: of_processes[alone]})
+    history = train(build(FIVE[-1]), progress=False).history
+    assert_same_histories([history], of_processes[-1:])
     assert list(parallel.run_all([])) == []
 
 
 @pytest.mark.filterwarnings("ignore:encoder is gru")
-@pytest.mark.parametrize("executor", [InThisProcess(), ThreadPoolExecutor(2)], ids=["here", "two"])
-def test_another_executor_gives_the_same_numbers_and_stays_open(executor, of_processes, capsys):
-    with executor:
-        assert_same_numbers(dict(parallel.run_all(FIVE, executor, workers=2)), of_processes)
+def test_another_executor_gives_the_same_numbers_and_stays_open(of_processes, capsys):
+    with ThreadPoolExecutor(2) as executor:
+        found = dict(parallel.run_all(FIVE, executor, workers=2))
+        assert_same_histories([found[config] for config in FIVE], of_processes)
         assert executor.submit(pow, 2, 3).result() == 8
     said = capsys.readouterr().err
     assert "100%" in said and "5 agents" in said
@@ -157,35 +123,3 @@ def test_who_stops_early_cancels_what_has_not_begun():
         stopped.set()
         assert executor.submit(pow, 2, 3).result() == 8  # the caller's executor is still open
     assert len(begun) <= 2
-
-
-class Losing(InThisProcess):
-    def submit(self, function, /, *arguments) -> Future:
-        future = Future()
-        future.cancel()
-        future.set_running_or_notify_cancel()
-        return future
-
-
-def test_a_batch_that_an_executor_loses_or_cancels_is_said_in_one_line():
-    batches = parallel.run_all([small(steps=512)], Losing(), progress=False)
-    refused("a batch was cancelled", list, batches, error=ChildProcessError)
-
-
-def test_batches_that_finish_together_come_in_their_order():
-    waiting = {}
-    for number in range(50):
-        future = Future()
-        future.set_result([number])
-        waiting[future] = number
-    assert parallel.next_results(waiting) == [(number, [number]) for number in range(50)]
-    assert not waiting
-
-
-def test_a_cluster_without_its_package_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "distributed", None)
-    words = ["study", "--scheduler", "tcp://127.0.0.1:8786", "--out", tmp_path / "a"]
-    said = refusal(capsys, *words)
-    assert said.startswith("scheduler is given, and the package distributed cannot be imported (")
-    assert "pip install distributed" in said
-    assert not list(tmp_path.iterdir())

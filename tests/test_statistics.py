@@ -24,13 +24,6 @@ def test_bootstrap_interval_brackets_the_iqm_and_narrows():
     assert bootstrap_interval(np.full(30, 3.0)) == (3, 3)
 
 
-def test_bootstrap_interval_covers_the_truth_about_19_times_of_20():
-    rng = np.random.default_rng(0)
-    intervals = [bootstrap_interval(rng.normal(size=30), resamples=500) for _ in range(200)]
-    covered = sum(low <= 0 <= high for low, high in intervals)
-    assert 0.88 * 200 <= covered <= 200 * 0.995
-
-
 def test_a_failure_is_a_loss_of_more_than_a_tenth_of_the_gain():
     assert share_lost(90, 110, 10) == 0.2 and share_lost(120, 110, 10) == -0.1
     assert not fails(120, 110, 10) and not fails(101, 110, 10)

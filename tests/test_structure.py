@@ -2,10 +2,8 @@
 
 import ast
 import functools
-import gc
-import importlib
+import importlib.util
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,33 +24,19 @@ CORE = [name for name in MODULES if "." not in name and name not in ("__init__",
 @functools.cache
 def imports_of(name: str) -> set[str]:
     """Modules of the package that a module imports, anywhere in it."""
-    package, found = name.split(".")[:-1], set()
+    package = f"fp8rl.{name}".rpartition(".")[0]
+    found = set()
     for node in ast.walk(ast.parse(MODULES[name].read_text())):
         if isinstance(node, ast.Import):
-            found |= {
-                part.name.removeprefix("fp8rl.")
-                for part in node.names
-                if part.name.split(".")[0] == "fp8rl"
-            }
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            parts = (node.module or "").split(".") if node.module else []
-            if node.level:
-                parts = package[: len(package) - node.level + 1] + parts
-            elif parts[0] == "fp8rl":
-                parts = parts[1:]
-            else:
-                continue
-            module = ".".join(parts)
-            if f"{module}.__init__" in MODULES and any(
-                f"{module}.{alias.name}" not in MODULES for alias in node.names
-            ):
-                module = f"{module}.__init__"  # the folder's own names
-            found |= (
-                {module}
-                if module in MODULES
-                else {".".join([*parts, alias.name]) for alias in node.names}
-            )
-    return found
+            relative = "." * node.level + (node.module or "")
+            module = importlib.util.resolve_name(relative, package)
+            # A name is a module, or one of the module's own
+            names = {f"{module}.{alias.name}" for alias in node.names}
+            found |= {each if each.removeprefix("fp8rl.") in MODULES else module for each in names}
+    ours = {each.removeprefix("fp8rl.") for each in found if each.startswith("fp8rl.")}
+    return {f"{each}.__init__" if f"{each}.__init__" in MODULES else each for each in ours}
 
 
 def test_every_import_is_one_of_a_module():
@@ -189,14 +173,3 @@ def test_what_stands_alone_loads_nothing_else(loaded):
 def test_gymnasium_finds_the_tasks_whatever_is_imported_first(loaded):
     for modules in loaded[len(ALONE) :]:
         assert {"gymnasium", "fp8rl.tasks"} <= modules
-
-
-@pytest.mark.parametrize("name", ["fp8rl.__main__", "fp8rl.doctor.__main__"])
-def test_another_program_that_imports_the_package_keeps_its_ctrl_c_and_its_collector(
-    name, monkeypatch
-):
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(gc, "freeze", None)
-    before = signal.getsignal(signal.SIGINT)
-    importlib.import_module(name)
-    assert signal.getsignal(signal.SIGINT) == before and gc.isenabled()

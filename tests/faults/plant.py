@@ -1,6 +1,6 @@
 """Plants one fault after another, and says which tests fail.
 
-    python tests/faults/plant.py results.json                      # every fault of faults.toml
+    python tests/faults/plant.py results.json                      # every fault of *.toml
     python tests/faults/plant.py results.json --only fp8rl/doctor
 
 A fault is a text of a file and what stands in its place. Each is planted in a copy of the clone,
@@ -50,7 +50,14 @@ def run_tests(clone: str, tests: list[str], first: list[str]) -> None:
     os.chdir(clone)
     os.environ |= {"PYTHONPATH": clone, "OMP_NUM_THREADS": "1"}
     failures = Failures(first)
-    options = ["-p", "no:randomly", "-p", "no:terminal", "-o", "pythonpath=. benchmarks"]
+    options = [
+        "-p",
+        "no:randomly",
+        "-p",
+        "no:terminal",
+        "-o",
+        "pythonpath=. benchmarks benchmarks/speed",
+    ]
     ends_early = ["-x"] if first else []
     Path("failed.json").write_text('["the process, which has ended"]')
     pytest.main([*options, *ends_early, *(f"tests/{x}.py" for x in tests)], plugins=[failures])
@@ -84,7 +91,8 @@ def main() -> None:
     results = json.loads(options.out.read_text()) if options.out.exists() else {}
     faults = [
         (x["path"], *fault, x["tests"], results.get(f"{x['path']}: {fault[0]}", []))
-        for x in tomllib.loads(Path(__file__).with_name("faults.toml").read_text())["file"]
+        for file in sorted(Path(__file__).parent.glob("*.toml"))
+        for x in tomllib.loads(file.read_text())["file"]
         for fault in x["faults"]
         if x["path"].startswith(options.only)
     ]
