@@ -40,8 +40,9 @@ def agents(**changes) -> list[Config]:
 
 BATCHES = {
     "int8 in a ring that wraps around": agents(capacity=1_024, codec="int8"),
-    "continuous actions": agents(env_id="Pendulum-v1"),
-    "clipped by the learner": agents(collect_precision="bf16"),
+    "continuous actions, clipped by the learner": agents(
+        env_id="Pendulum-v1", collect_precision="bf16"
+    ),
     "alone with a memory": [small(**SHORT, seed=6, encoder="gru", hide_velocity=True)],
 }
 CART = agents()
