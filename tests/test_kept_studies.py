@@ -169,6 +169,7 @@ def test_a_study_goes_on_with_its_workers(tmp_path, monkeypatch, one_process):
     run_cli(*QUICK, "--seeds", 3, "--out", out)
     assert [len(batch) for batch in batches] == [2] * 3
     assert without_seconds(out / "results.csv") == results
+    assert len(journal.read_text().splitlines()) == 6  # what was there is not trained again
 
 
 def test_a_study_of_other_options_or_with_a_forged_mark_is_refused(tmp_path, one_process, capsys):
