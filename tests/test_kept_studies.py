@@ -40,8 +40,9 @@ def agents(**changes) -> list[Config]:
 
 BATCHES = {
     "int8 in a ring that wraps around": agents(capacity=1_024, codec="int8"),
-    "continuous actions": agents(env_id="Pendulum-v1"),
-    "clipped by the learner": agents(collect_precision="bf16"),
+    "continuous actions, clipped by the learner": agents(
+        env_id="Pendulum-v1", collect_precision="bf16"
+    ),
     "alone with a memory": [small(**SHORT, seed=6, encoder="gru", hide_velocity=True)],
 }
 CART = agents()
@@ -168,6 +169,7 @@ def test_a_study_goes_on_with_its_workers(tmp_path, monkeypatch, one_process):
     run_cli(*QUICK, "--seeds", 3, "--out", out)
     assert [len(batch) for batch in batches] == [2] * 3
     assert without_seconds(out / "results.csv") == results
+    assert len(journal.read_text().splitlines()) == 6  # what was there is not trained again
 
 
 def test_a_study_of_other_options_or_with_a_forged_mark_is_refused(tmp_path, one_process, capsys):

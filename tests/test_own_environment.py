@@ -207,7 +207,7 @@ def test_a_tensor_env_is_no_class_of_gymnasium():
 FAILING = [
     ("RaisesInReset", "sync", r".*, own_env.py line \d+"),
     ("RaisesInItsLibrary", "sync", r".*, own_env.py line \d+"),
-    ("WrongShape", "async", r"ValueError: obs has shape \(3,\), not \(1,\)"),
+    ("WrongShape", "sync", r"ValueError: obs has shape \(3,\), not \(1,\)"),
     ("ShapeGrows", "sync", r"ValueError: obs has shape \(1, 1\), not \(1,\)"),
 ]
 
