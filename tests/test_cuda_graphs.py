@@ -23,6 +23,7 @@ from fp8rl import build as machine_module
 from fp8rl.build import HERE, Machine, build, build_population
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
+from fp8rl.env import TensorEnv
 from fp8rl.machine.adam import adam
 from fp8rl.machine.gpu import cuda_graphs
 from fp8rl.precision import available_precisions
@@ -119,7 +120,19 @@ def has_graph(run: Run) -> bool:
     return isinstance(run.launch, cuda_graphs.GraphQueue)
 
 
-STILL = {"env_id": "test_env:Still"}  # whose starts are one number for all
+class Still(TensorEnv):
+    """Its starts are one number for all, in one place in memory."""
+
+    bounds, max_steps, state_size, num_actions = ((-1.0, -1.0), (1.0, 1.0)), 20, 2, 2
+
+    def start(self, numbers):
+        return torch.zeros(1).expand_as(numbers)
+
+    def advance(self, state, action):
+        return state + 0.1 * (2 * action.unsqueeze(-1) - 1), state[:, 0], state[:, 0] > 1
+
+
+STILL = {"env_id": "test_cuda_graphs:Still"}
 
 
 class Replayed:

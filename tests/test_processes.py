@@ -16,7 +16,6 @@ from helpers import (
     SIZED,
     after,
     forked,
-    numbers,
     refused,
     resumed,
     small,
@@ -54,6 +53,10 @@ GIVEN = {
     "normalized": small(),
     "gru": small(encoder="gru"),
 }
+
+
+def numbers(run: Run) -> dict[str, np.ndarray]:
+    return {name: run.history.column(name) for name in run.history.columns if name != "seconds"}
 
 
 def columns_of(rollout: Rollout, keep) -> Rollout:
