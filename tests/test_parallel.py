@@ -24,7 +24,9 @@ def test_a_study_that_goes_on_gives_the_same_numbers_bit_for_bit(one_process):
     configs = [Config(name, seed=seed, **TINY) for name in ("fp32", "fp8") for seed in range(3)]
     whole = dict(parallel.run_all(configs, workers=2, progress=False))
     rest = dict(parallel.run_all(configs, workers=2, progress=False, done=configs[:3]))
-    assert rest.keys() == set(configs[3:]) and not dict(parallel.run_all(configs, done=configs))
+    assert rest.keys() == set(configs[3:]) and not dict(
+        parallel.run_all(configs, object(), done=configs)
+    )
     for config in configs[3:]:
         assert rest[config].columns["loss"] == whole[config].columns["loss"]
 
