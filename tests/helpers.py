@@ -9,7 +9,9 @@ import os
 import re
 import signal
 import sys
+import time
 import warnings
+from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -175,6 +177,14 @@ def forked(target, *arguments) -> multiprocessing.Process:
     process = SERVER.Process(target=target, args=arguments, daemon=True)
     process.start()
     return process
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Waits for what happens in other processes."""
+    ends = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
 
 
 def cli_into(said: Path, *arguments) -> None:

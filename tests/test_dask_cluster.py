@@ -5,7 +5,16 @@ import signal
 import time
 
 import pytest
-from helpers import SIZED, refusal, refused, run_cli, small, start_server, without_seconds
+from helpers import (
+    SIZED,
+    refusal,
+    refused,
+    run_cli,
+    small,
+    start_server,
+    wait_until,
+    without_seconds,
+)
 
 from fp8rl.disk import checkpoint
 from fp8rl.study import batch_file, dask_cluster, parallel
@@ -54,8 +63,7 @@ def test_another_worker_goes_on_with_a_batch_from_where_it_was_saved(workers, tm
         client = cluster._executor._client
         client.run(setattr, batch_file, "SECONDS", -1)
         future = cluster.submit(parallel.train_batch, parallel.run, [config], 0, tmp_path)
-        while not path.exists():
-            time.sleep(0.01)
+        wait_until(path.exists)
         client.run(setattr, batch_file, "SECONDS", 60)
         _, state = checkpoint.resume(path, trust=True)
         (busy,) = (
@@ -81,12 +89,10 @@ def test_a_batch_that_nobody_waits_for_ends(workers):
         assert first.result() != again.result()  # the first is not taken for both
         task = parallel.train_batch, parallel.run, [config], 0, None, cluster.require_wanted
         future = cluster.submit(*task)
-        while not busy():
-            time.sleep(0.01)
+        wait_until(busy)
         future.cancel()
         client = cluster._executor._client
-        while busy() or any(client.run(tasks_of_worker).values()):
-            time.sleep(0.01)
+        wait_until(lambda: not busy() and not any(client.run(tasks_of_worker).values()))
 
 
 def tasks_of_worker(dask_worker) -> int:

@@ -16,6 +16,7 @@ from helpers import (
     refused,
     run_cli,
     small,
+    wait_until,
     without_seconds,
 )
 
@@ -115,10 +116,7 @@ def test_a_study_that_is_killed_leaves_no_process_and_goes_on_to_the_same_result
     process.kill()
     process.communicate(timeout=PATIENCE)
     assert len(children) >= 2
-    ends = time.monotonic() + PATIENCE
-    while not all(map(is_gone, children)):
-        assert time.monotonic() < ends
-        time.sleep(0.01)
+    wait_until(lambda: all(map(is_gone, children)))
     before = journal.read_text()
     run_cli(*UNEVEN, "--out", out)
     assert journal.read_text().startswith(before[: before.rfind("\n") + 1])
