@@ -420,8 +420,11 @@ def statistics_of(measured: Measured) -> torch.Tensor:
     this process's rows. Dimensions between time and batch stay, and the results have them: of
     losses that are stacked there, the statistics are [n, losses].
     """
-    valid, own_rows, all_rows = measured.valid, measured.own_rows, measured.all_rows
-    logp, log_ratios = measured.logp, measured.log_ratios
+    valid = measured.valid
+    own_rows = measured.own_rows
+    all_rows = measured.all_rows
+    logp = measured.logp
+    log_ratios = measured.log_ratios
     # A dummy row has log rho = 0 here, so rho - 1 is 0, too.
     excess = log_ratios.expm1()  # rho - 1, exact also where rho is almost 1
     smallest = _extreme(torch.amin, torch.where(valid, log_ratios, torch.inf))

@@ -372,7 +372,9 @@ def refuse_unknown_options(group: dict, known: Iterable[str]) -> None:
 
 def refuse_wrong_settings(group: dict) -> None:
     """Raises ValueError for numbers with which Adam cannot work."""
-    lr, betas, eps = group["lr"], group["betas"], group["eps"]
+    lr = group["lr"]
+    betas = group["betas"]
+    eps = group["eps"]
     weight_decay = group["weight_decay"]
     if not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay is {weight_decay}: use 0 or more")

@@ -81,7 +81,9 @@ def is_emulated(name: str, device="cpu") -> bool:
         )
 
     def shortest(dtype: torch.dtype) -> float:
-        a, b, times = torch.ones(256, 64, dtype=dtype), torch.ones(64, 64, dtype=dtype), []
+        a = torch.ones(256, 64, dtype=dtype)
+        b = torch.ones(64, 64, dtype=dtype)
+        times = []
         for _ in range(20):
             began = time.perf_counter()
             torch.mm(a, b)

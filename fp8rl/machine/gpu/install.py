@@ -52,7 +52,9 @@ def put_kernels_into(run: Run, acting: Callable | None) -> None:
     for model in (run.model, run.collector.model, getattr(run.evaluator, "model", None)):
         if model is not None:
             quantize_by_kernel(model)
-    env, ring, learner = run.env, run.ring, run.learner
+    env = run.env
+    ring = run.ring
+    learner = run.learner
     targets = learner.compute_targets
     devices = [env.device, ring.device, learner.device]
     if not any(map(kernels_run, devices)):
