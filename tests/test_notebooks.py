@@ -1,16 +1,25 @@
 """The form of the notebooks; nbmake runs their content."""
 
 import ast
+import csv
 import importlib.util
+import itertools
 import json
 import re
+import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium
+import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 import results
+import torch
 from helpers import figures
 from IPython.core.inputtransformer2 import TransformerManager
+from torch.distributions import Distribution
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -56,12 +65,16 @@ def test_parameters_are_literals_near_the_top(notebook):
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_first_code_cell_installs_the_package_only_where_it_is_missing(code, missing, monkeypatch):
+def test_a_cell_installs_the_package_only_where_it_is_missing(code, missing, monkeypatch):
+    install = next(
+        source(cell) for cell in code if 'find_spec("fp8rl") is None:\n    %pip' in source(cell)
+    )
     calls = []
     shell = SimpleNamespace(run_line_magic=lambda *magic: calls.append(magic))
     if missing:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    exec(TransformerManager().transform_cell(source(code[0])), {"get_ipython": lambda: shell})
+    names = {"get_ipython": lambda: shell, "importlib": importlib}
+    exec(TransformerManager().transform_cell(install), names)
     assert [magic for magic, _ in calls] == ["pip"] * missing
     assert all(
         re.fullmatch(r"install --quiet (\.\.|git\+https://github\.com/[\w.-]+/[\w.-]+)", line)
@@ -89,6 +102,78 @@ def test_exercises_are_shown_unsolved_and_their_solutions_are_hidden():
         assert tags(cells[at + 1]) == ["solution"] and cells[at + 1]["metadata"]["jupyter"] == {
             "source_hidden": True
         }
+
+
+@pytest.fixture
+def without_package(monkeypatch, tmp_path):
+    """The package cannot be imported, and what the notebook sets in the process is put back."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fp8rl"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "fp8rl", None)
+    monkeypatch.setattr(Distribution, "_validate_args", Distribution._validate_args)
+    monkeypatch.setattr(plt, "show", plt.close)
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    gymnasium.registry.pop("CustomEnv-v0", None)
+
+
+def cells_of_main(until: str = "", tag: str = "") -> list[str]:
+    """Sources of the main notebook's code cells, before a text or with a tag."""
+    cells = json.loads((ROOT / "notebooks" / f"{MAIN}.ipynb").read_text())["cells"]
+    before = itertools.takewhile(lambda cell: not until or until not in source(cell), cells)
+    code = [cell for cell in before if cell["cell_type"] == "code"]
+    return [
+        source(cell).removeprefix("%matplotlib inline\n")
+        for cell in code
+        if tag in (*tags(cell), "")
+    ]
+
+
+def test_sections_1_to_5_run_without_the_package(without_package):
+    parameters, *cells = cells_of_main(until="## 6.")
+    names = {}
+    exec(parameters, names)
+    names["STEPS"] = 8_192
+    for cell in cells:
+        exec(cell, names)
+    assert names["no_replay"] and "study" not in names
+
+
+def test_script_is_what_the_notebook_has():
+    make_script = runpy.run_path(ROOT / "notebooks/make_script.py")
+    assert (ROOT / "notebooks/actor_critic.py").read_text() == make_script["script"]()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_script_runs_without_the_package_and_gives_the_numbers_of_the_cells(
+    precision, without_package
+):
+    arguments = ["--precision", precision, "--seed", "3", "--steps", "4096", "--out", "cart"]
+    runpy.run_path(ROOT / "notebooks/actor_critic.py")["main"](arguments)
+    names = {}
+    for cell in cells_of_main(until="## 6.", tag="definitions"):
+        exec(cell, names)
+    learn = names["replay"](names["corrected_update"], names["LENGTH"])
+    history = names["train"](names["new_agent"](precision, 3), learn, 4_096, 3)
+    lines = csv.DictReader(Path("cart.csv").read_text().splitlines())
+    rows = [{name: float(x) for name, x in row.items()} for row in lines]
+    np.testing.assert_equal(rows, history)
+    assert Path("cart.png").stat().st_size > 1_000
+
+
+def test_script_refuses_in_one_line(without_package, capsys):
+    main = runpy.run_path(ROOT / "notebooks/actor_critic.py")["main"]
+    Path("cart.csv").touch()
+    for arguments, message in {
+        "--precision fp8": "--precision fp8 needs the package fp8rl",
+        "--steps 256": "--steps is 256: give at least 4,096",
+        "--out cart": "--out: cart.csv exists",
+    }.items():
+        with pytest.raises(SystemExit):
+            main(arguments.split())
+        assert message in capsys.readouterr().err
 
 
 def test_figures_beside_a_link_to_a_table_are_the_tables(path, prose):
