@@ -1,6 +1,7 @@
 # make demo       trains the agent in the notebook and leaves the executed notebook and its figures under build/
 # make test       runs the tests, in random order, a process for each core
 # make notebooks  runs the notebooks, a process for each core
+# make script     writes notebooks/actor_critic.py, one file that runs alone, from the cells of the main notebook
 # make lab        opens the notebooks in JupyterLab
 # make lint       checks package, tests and notebooks
 # make results    lists the commands that make the tables of benchmarks/; ONLY="study codecs" runs these
@@ -22,7 +23,7 @@ ORDER := $(if $(SEED),--randomly-seed=$(SEED))
 REPOSITORY ?=
 BADGE := https://colab.research.google.com/assets/colab-badge.svg
 
-.PHONY: demo test notebooks lab lint results gpu address clean
+.PHONY: demo test notebooks script lab lint results gpu address clean
 
 demo: $(READY)
 	@mkdir -p build
@@ -36,6 +37,9 @@ test: $(READY)
 
 notebooks: $(READY)
 	$(RUN) pytest -n auto --nbmake notebooks
+
+script:
+	$(PYTHON) notebooks/make_script.py
 
 lab: $(READY)
 	$(RUN) jupyter lab notebooks

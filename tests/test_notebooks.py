@@ -21,6 +21,8 @@ from helpers import figures
 from IPython.core.inputtransformer2 import TransformerManager
 from torch.distributions import Distribution
 
+from fp8rl import losses
+
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MAIN = "fp8_actor_critic"
@@ -105,11 +107,8 @@ def test_exercises_are_shown_unsolved_and_their_solutions_are_hidden():
 
 
 @pytest.fixture
-def without_package(monkeypatch, tmp_path):
-    """The package cannot be imported, and what the notebook sets in the process is put back."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "fp8rl"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setitem(sys.modules, "fp8rl", None)
+def settings_of_notebook(monkeypatch, tmp_path):
+    """What the main notebook sets in the process is put back."""
     monkeypatch.setattr(Distribution, "_validate_args", Distribution._validate_args)
     monkeypatch.setattr(plt, "show", plt.close)
     monkeypatch.chdir(tmp_path)
@@ -117,6 +116,14 @@ def without_package(monkeypatch, tmp_path):
     yield
     torch.set_num_threads(threads)
     gymnasium.registry.pop("CustomEnv-v0", None)
+
+
+@pytest.fixture
+def without_package(settings_of_notebook, monkeypatch):
+    """The package cannot be imported."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fp8rl"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "fp8rl", None)
 
 
 def cells_of_main(until: str = "", tag: str = "") -> list[str]:
@@ -176,6 +183,26 @@ def test_script_refuses_in_one_line(without_package, capsys):
         assert message in capsys.readouterr().err
 
 
+def test_v_trace_of_the_notebook_is_the_packages(settings_of_notebook):
+    names = {}
+    for cell in cells_of_main(until="## 6.", tag="definitions"):
+        exec(cell, names)
+    torch.manual_seed(0)
+    shape = (16, 4)
+    terminated, valid = torch.rand(2, *shape) < torch.tensor([0.1, 0.9]).view(2, 1, 1)
+    obs = torch.zeros(17, 4, 2)
+    rollout = names["Rollout"](
+        obs, obs[1:, :, 0], torch.rand(shape), terminated, valid, obs[1:, :, 0]
+    )
+    value = torch.rand(17, 4)
+    log_ratio = torch.randn(shape)
+    _, advantage = names["vtrace"](rollout, value, log_ratio.exp().clamp(max=1))
+    reward = names["REWARD_SCALE"] * rollout.reward
+    discount = torch.where(terminated, 0, names["GAMMA"])
+    package = losses.vtrace(value, reward, discount, log_ratio, valid, names["LAMBDA"])
+    torch.testing.assert_close(advantage, package.advantage)
+
+
 def test_figures_beside_a_link_to_a_table_are_the_tables(path, prose):
     for paragraph in prose.split("\n\n"):
         for link in re.findall(r"\]\((\S+/results/\S+\.md)\)", paragraph):
@@ -193,4 +220,4 @@ def test_tables_in_readmes_are_the_committed_results():
     for page in results.READMES:
         text = page.read_text()
         assert results.filled(text) == text, page
-        assert "<!-- benchmarks/results/" in text or page == results.READMES[1]
+        assert "<!-- benchmarks/results/" in text or page == results.READMES[0]
