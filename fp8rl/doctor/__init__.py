@@ -24,8 +24,8 @@ FILES = {
     "Finding": ".findings",
     "Keep": ".keep",
     "Report": ".findings",
-    "MismatchReport": "..dumps.mismatch",
-    "mismatch": "..dumps.mismatch",
+    "MismatchReport": "..dumps",
+    "mismatch": "..dumps",
     "read_dump": "..dumps.dump",
 }
 __all__ = list(FILES)

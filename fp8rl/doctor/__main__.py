@@ -16,7 +16,7 @@ have the hooks that do so.
 happened (compare.py).
 
 `mismatch` reads a learner's and an actor's log-probabilities of the same tokens and says whether
-they differ by rounding or by a bug (dumps/mismatch.py). With `--stacks` it also says what RL stacks
+they differ by rounding or by a bug (dumps/). With `--stacks` it also says what RL stacks
 do with the tokens (dumps/rules.py).
 
 A module is run with `-m`, as in `watch -m package.train`. Everything in the command is checked
@@ -201,7 +201,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     dump.add_argument(
         "--precision",
-        type=number_or_word,
         help="what both programs compute in: fp32, tf32, fp16, bf16, int8, fp8, int4 or fp4; or "
         "the bits that you expect, such as 5.4; then a gap that this cannot explain is a bug",
     )
@@ -414,17 +413,10 @@ def check_report_can_be_written(path: Path) -> None:
         raise Refusal(f"json is {path}, which cannot be written: name a folder that can")
 
 
-def number_or_word(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def run_mismatch(options: argparse.Namespace) -> int:
     """Prints the report on a dump of log-probabilities to stdout."""
+    from ..dumps import mismatch
     from ..dumps.dump import read_dump
-    from ..dumps.mismatch import mismatch
 
     if options.json:
         check_report_can_be_written(options.json)

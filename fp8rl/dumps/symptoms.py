@@ -29,7 +29,7 @@ log-probability. The other symptoms are measured without these tokens.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -40,9 +40,6 @@ FEW_TOKENS = 256  # with fewer tokens, chance alone reaches the limits
 FEW_SEQUENCES = 16  # with fewer sequences, sequences and positions are not compared
 CHANCE = 5.0  # standard deviations over permutations; of a maximum, one in a thousand is beyond
 PERMUTATIONS = 200
-# If weights and activations are rounded to b bits of mantissa, rms(d) / std(actor_logp) is about
-# SIZE * 2^-b.
-SIZE = 0.55
 # Bits that remain at least if both programs compute in a format. That is its bits of mantissa, less
 # three for errors that add up over layers (float32: less nine, because log-probabilities of large
 # vocabularies are sums of many terms).
@@ -339,7 +336,9 @@ def bits_of(gap: Gap, is_robust: bool = False) -> float:
         size = min(size, 1.4 * np.abs(gap.flat.log_ratio).mean())
     if size == 0:
         return np.inf
-    return float(np.log2(SIZE * max(gap.flat.actor.std(), TINY) / size))
+    # If weights and activations are rounded to b bits of mantissa, rms(d) / std(actor_logp) is about
+    # 0.55 * 2^-b.
+    return float(np.log2(0.55 * max(gap.flat.actor.std(), TINY) / size))
 
 
 def ratio_in_line(x: float) -> str:
@@ -912,16 +911,23 @@ def without_fillers(gap: Gap) -> tuple[Gap, Seen | None]:
     if gap.mask.sum() < FEW_TOKENS or not gap.log_ratio.any():
         return gap, None
     aligned = Aligned.of(gap)
-    whose, logp = "the actor's", aligned.actor
-    fillers = fillers_of(logp, aligned.learner, aligned)
-    if not fillers.any():
-        whose, logp = "the learner's", aligned.learner
-        fillers = fillers_of(logp, aligned.actor, aligned)
-    if not fillers.any():
+    for whose, logp, other in (
+        ("the actor's", aligned.actor, aligned.learner),
+        ("the learner's", aligned.learner, aligned.actor),
+    ):
+        fillers = fillers_of(logp, other, aligned)
+        if fillers.any():
+            break
+    else:
         return gap, None
     tokens = np.zeros_like(gap.mask)
     np.put_along_axis(tokens, aligned.columns, fillers, 1)
-    rest = gap.without(tokens)
+    rest = replace(
+        gap,
+        learner=np.where(tokens, 0.0, gap.learner),
+        actor=np.where(tokens, 0.0, gap.actor),
+        mask=gap.mask & ~tokens,
+    )
     # A shift puts other numbers beside the zeros of tokens that are certain.
     is_judged = rest.mask.sum() >= FEW_TOKENS
     if is_judged and measure("fit of a neighbouring token", Aligned.of(rest)).is_seen:
