@@ -38,9 +38,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from ..bits.catalogue import catalogue_as_text, is_real, read_real_optimizer, split_real
+from ..bits.catalogue import catalogue_as_text, read_real_optimizer, split_real
 from ..bits.notation import (
-    OF_BLOCKS,
     OPERANDS,
     SAMPLE,
     STATE,
@@ -50,7 +49,7 @@ from ..bits.notation import (
     check_tolerance,
     read_entries,
 )
-from . import Refusal, first_line, reason, say, write_report
+from . import Refusal, check_formats, first_line, say, write_report
 
 EXAMPLES = """\
 examples:
@@ -149,7 +148,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "compare",
         help="does what `watch` says come true? A table",
         description=explanations["compare"],
-        usage=COMPARE_USAGE,
+        usage="python -m fp8rl.doctor compare FORMAT [FORMAT ...] --metric REGEX [options] [-m] "
+        "script ...",
         allow_abbrev=False,
     )
     comparison.add_argument(
@@ -205,29 +205,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "the bits that you expect, such as 5.4; then a gap that this cannot explain is a bug",
     )
     dump.add_argument("--json", type=Path, metavar="FILE", help="also write the report to a file")
-    formats = []
     if arguments[:1] == ["compare"]:
-        formats, others = split_formats(arguments[1:])
-        arguments = ["compare", *others]
-    options = parser.parse_args(arguments or ["--help"])
-    if options.command == "compare":
-        options.formats = formats
+        # The formats come first. One has an equals sign, and an option begins with a dash
+        words = arguments[1:]
+        formats = list(itertools.takewhile(lambda w: "=" in w and not w.startswith("-"), words))
+        options = parser.parse_args(["compare", *words[len(formats) :]])
+        options.formats = [" ".join(text.split()) for text in formats]
+    else:
+        options = parser.parse_args(arguments or ["--help"])
     if options.command != "mismatch":
         check_script(options)
     return options
-
-
-COMPARE_USAGE = """\
-python -m fp8rl.doctor compare FORMAT [FORMAT ...] --metric REGEX [options] [-m] script ..."""
-
-
-def split_formats(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The formats at the beginning of the arguments of `compare`, and the other arguments.
-
-    A format has an equals sign, and an option begins with a dash.
-    """
-    formats = list(itertools.takewhile(lambda w: "=" in w and not w.startswith("-"), arguments))
-    return [" ".join(text.split()) for text in formats], arguments[len(formats) :]
 
 
 def seeds_of(text: str) -> tuple[int, ...]:
@@ -275,54 +263,26 @@ def launch(options: argparse.Namespace, arguments: dict, report: Path | None = N
         "PYTHONPATH": os.pathsep.join(filter(None, (str(bootstrap), paths))),
         "FP8RL_DOCTOR": json.dumps(attached),
     }
+    # What stands before this command's own arguments, as in `python -u -m fp8rl.doctor`. At the end
+    # is -m with the name of this package, in one word or in two
+    python = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
+    python = python[:-2] if python[-2:-1] == ["-m"] else python[:-1]
     script = ["-m", options.script] if options.is_module else [options.script]
-    words = [sys.executable, *options_of_python(), *script, *options.arguments]
+    words = [sys.executable, *python, *script, *options.arguments]
     os.execve(sys.executable, words, environment)
-
-
-def options_of_python() -> list[str]:
-    """The options with which Python runs this command, such as -u in `python -u -m
-    fp8rl.doctor`."""
-    words = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
-    # At the end of them is -m with the name of this package, in one word or in two
-    return words[:-2] if words[-2:-1] == ["-m"] else words[:-1]
 
 
 def run_watch(options: argparse.Namespace) -> NoReturn:
     """Runs a script that trains in float32, which reports on stderr."""
-    formats = formats_to_watch(options.formats)
+    formats = ()  # those that `Doctor` judges by itself
+    if options.formats is not None:
+        formats = check_formats(options.formats.split(), (*STATE, *SUMS))
     tolerates = check_tolerance(options.tolerates)
     if options.json:
         check_report_can_be_written(options.json)
     sample = check_sample(options.sample)
     arguments = {"formats": formats, "tolerates": tolerates, "sample": sample}
     launch(options, arguments, options.json)
-
-
-def formats_to_watch(text: str | None) -> tuple[str, ...]:
-    """The places and formats that --formats names; none if it is not given, which means those that
-    `Doctor` judges by itself. Raises ValueError or Refusal for what it cannot judge."""
-    if text is None:
-        return ()
-    formats = tuple(text.split())
-    if not formats or len(formats) > len({*formats}):
-        raise Refusal(
-            f"formats is {text!r}: give each place and format once, as in 'weights=bf16 v=e5m2'"
-        )
-    for text in formats:
-        if is_real(text):
-            read_real_optimizer(text)
-            continue
-        (entry,) = read_entries(text, (*STATE, *SUMS))
-        exponent, _ = entry.bits
-        # Formats with 8 bits of exponent have no scale, and so no blocks
-        of_blocks = OF_BLOCKS & {*entry.words}
-        if of_blocks and "unscaled" not in entry.words and exponent < 8:
-            (word,) = of_blocks
-            raise Refusal(
-                f"formats has {text}: leave {word} out, the doctor follows a sample of each tensor"
-            )
-    return formats
 
 
 def run_keep(options: argparse.Namespace) -> NoReturn:
@@ -384,7 +344,7 @@ def check_arms(arms: list[str]) -> None:
     for arm in arms:
         check_formats_to_keep(arm)
         for text in arm.split():
-            formats_to_watch(text)
+            check_formats([text], (*STATE, *SUMS))
         if {*arm.split()} in known:
             raise Refusal(f"formats has {arm!r} twice: name each once")
         known.append({*arm.split()})
@@ -399,7 +359,7 @@ def print_out(text: str) -> None:
         # What is left in the buffer would fail once more at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
-            raise Refusal(f"stdout cannot be written: {reason(error)}") from error
+            raise Refusal(f"stdout cannot be written: {error.strerror}") from error
 
 
 def check_report_can_be_written(path: Path) -> None:

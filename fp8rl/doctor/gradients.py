@@ -28,7 +28,7 @@ from ..bits import adam
 from ..bits.notation import split_entry
 from ..bits.operands import Operands
 from ..bits.places import PlaceFormat
-from .findings import NOT_JUDGED, Finding, judge_all
+from .findings import NOT_JUDGED, Finding
 from .rows import FormatRows
 from .ruler import Ruler, WindowSums, is_stochastic
 from .watcher import GroupSettings, Shadow, Update, Watcher, dense, largest_of
@@ -95,9 +95,6 @@ class GradientShadow(Shadow):
         look_ahead = g + settings.momentum * updated
         with_momentum = np.where(settings.nesterov > 0, look_ahead, updated)
         return settings.learning_rate * np.where(settings.momentum > 0, with_momentum, g)
-
-    def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
-        return judge_all(self.watcher.name, self.ruler, tolerates, self.length)
 
 
 class LookShadow(GradientShadow):
@@ -192,7 +189,7 @@ class SumShadow(GradientShadow):
         self.trouble = ""
         if not (watcher.is_adam or watcher.is_sgd):
             self.trouble = "sums of gradients are followed of SGD, and of Adam without amsgrad"
-        self.rows = FormatRows.of(texts, seed)
+        self.rows = FormatRows(texts, seed)
         tensors = len(watcher.references)
         # float32's sums, when they were read last
         self.sum = np.zeros((tensors, watcher.sample.numbers_per_tensor), np.float32)

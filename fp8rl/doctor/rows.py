@@ -41,26 +41,24 @@ class FormatRows:
 
     A row has P numbers of each of T tensors.
 
-    `forms`  formats of the rows, without blocks; stochastic formats come last
+    `texts`  what the rows are, as in "weights=bf16"; stochastic formats come last. None is in
+             blocks (`check_formats`)
     `seed`   seed of stochastic rounding
 
     Nothing is divided by scales. A scale is a power of two, so it only moves where a format's
-    normal numbers begin. Raises ValueError for a format in blocks.
+    normal numbers begin.
     """
 
     # A float32 has a sign, 8 bits of exponent, whose bias is 127, and 23 of mantissa.
     ONE_DOUBLING = 1 << 23
 
-    def __init__(self, forms: list[PlaceFormat], seed: int):
+    def __init__(self, texts: list[str], seed: int):
         def column(values: list, dtype=np.float32) -> np.ndarray:
             """A value for each of C rows, [C, 1, 1]."""
             return np.array(values, dtype).reshape(-1, 1, 1)
 
-        for form in forms:
-            if form.block:
-                word = "mx" if form.mx else "block"
-                remedy = "leave it out, the doctor follows a sample of each tensor"
-                raise ValueError(f"formats has {word}: {remedy}")
+        forms = [PlaceFormat.of(split_entry(text)[1]) for text in texts]
+        self.forms = forms
         self.nearest = sum(not form.stochastic for form in forms)  # rows that are not stochastic
         self.random = np.random.default_rng(seed)
         # The distance of neighbouring numbers, as a share of the power of two below them.
@@ -72,11 +70,6 @@ class FormatRows:
         self.scale_mask = column([-self.ONE_DOUBLING * form.scaled for form in forms], np.int32)
         smallest_normal = [form.format.normal + 127 + form.scaled for form in forms]
         self.smallest_normal = self.ONE_DOUBLING * column(smallest_normal, np.int32)
-
-    @classmethod
-    def of(cls, texts: list[str], seed: int) -> "FormatRows":
-        """Rows of texts such as "weights=bf16"."""
-        return cls([PlaceFormat.of(split_entry(text)[1]) for text in texts], seed)
 
     def round(
         self,
@@ -153,7 +146,6 @@ class RowShadow(Shadow):
     two rows are float32's m and v, which are not measured. `kind` [C] says which place a row keeps,
     by its index in STATE.
 
-    Raises ValueError for a format in blocks.
     """
 
     def __init__(self, watcher: Watcher, texts: list[str], length: int, seed: int):
@@ -163,14 +155,15 @@ class RowShadow(Shadow):
         texts = [text for text in texts if watcher.is_adam or not kinds[text]]
         texts.sort(key=lambda text: (is_stochastic(text), kinds[text]))
         rows = ["m=fp32", "v=fp32", *texts]
-        forms = [PlaceFormat.of(split_entry(text)[1]) for text in rows]
-        self.rows = FormatRows(forms, seed)
+        self.rows = FormatRows(rows, seed)
         self.kind = np.array([STATE.index(split_entry(text)[0]) for text in rows])
         self.rows_of_kind = [np.flatnonzero(self.kind == kind) for kind in range(len(STATE))]
         self.keeps_weights = (self.kind == 0).reshape(-1, 1, 1)
-        is_bounded = np.array([not form.independent for form in forms])
+        is_bounded = np.array([not form.independent for form in self.rows.forms])
         self.bounded_of_kind = [rows[is_bounded[rows]] for rows in self.rows_of_kind]
-        self.is_stochastic_weight = self.keeps_weights[:, 0] & [[x.stochastic] for x in forms]
+        self.is_stochastic_weight = self.keeps_weights[:, 0] & [
+            [x.stochastic] for x in self.rows.forms
+        ]
         self.ruler = Ruler(watcher.sample, texts, watcher.tensor_names)
         self.kept: np.ndarray | None = None
 
@@ -327,9 +320,6 @@ class RowShadow(Shadow):
         expected = expected.mean(2, dtype=np.float64) * self.is_stochastic_weight
         self.ruler.add(moved[2:], true[2:], lost[2:], expected[2:])
 
-    def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
-        return judge_all(self.watcher.name, self.ruler, tolerates, self.length)
-
 
 def share_of_way(old: np.ndarray, new: np.ndarray, source: np.ndarray) -> float | None:
     """The share of the way from `old` to `source` that explains a move from `old` to `new`, by
@@ -389,7 +379,7 @@ class AverageShadow(Shadow):
         self.device = tensors[0].device
         self.sample = Sample(tensors, size, 0)
         texts = sorted(texts, key=is_stochastic)
-        self.rows = FormatRows.of(texts, 0)
+        self.rows = FormatRows(texts, 0)
         self.ruler = Ruler(self.sample, texts, tensor_names, steps=length, parts=4)
         self.x: np.ndarray | None = None  # float32's average, when it was read last
         self.rates: list[float] = []  # of each clear move towards the sources
@@ -554,19 +544,17 @@ class AverageSearch(Shadow):
             if not ids & self.known:
                 for source in sources.get(kind_of(module), ()):
                     self.known |= ids
-                    self.candidates.append(self.candidate(module, source))
-
-    def candidate(self, module: nn.Module, source: nn.Module) -> AverageShadow:
-        return AverageShadow(
-            f"average of {type(module).__name__}",
-            [*module.parameters()],
-            [name for name, _ in module.named_parameters()],
-            1.0,
-            [f"average={form}" for form in AVERAGES],
-            self.length,
-            self.watcher.sample.numbers_per_tensor * len(self.watcher.references),
-            source.parameters(),
-        )
+                    candidate = AverageShadow(
+                        f"average of {type(module).__name__}",
+                        [*module.parameters()],
+                        [name for name, _ in module.named_parameters()],
+                        1.0,
+                        [f"average={form}" for form in AVERAGES],
+                        self.length,
+                        self.watcher.sample.numbers_per_tensor * len(self.watcher.references),
+                        source.parameters(),
+                    )
+                    self.candidates.append(candidate)
 
 
 def is_plain(x: torch.Tensor, device: torch.device) -> bool:

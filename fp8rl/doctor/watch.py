@@ -15,11 +15,11 @@ rounded, with the word `stored` or without it. A real optimizer is written as in
 """
 
 import collections
-import contextlib
 import functools
 import json
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -36,8 +36,7 @@ from ..bits.notation import (
     check_tolerance,
     split_entry,
 )
-from ..bits.places import places_of
-from . import NO_STEP, first_line, report_as_json
+from . import NO_STEP, check_formats, first_line, report_as_json
 from .copies import CopyShadow
 from .findings import NOT_JUDGED, Finding, Report, listed, with_cures
 from .gradients import LookShadow, SumShadow
@@ -101,6 +100,7 @@ class CastProbe:
         return is_old
 
 
+@dataclass(eq=False)
 class Patient:
     """An optimizer of a script.
 
@@ -110,12 +110,11 @@ class Patient:
     `steps`    how many steps it has made
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, name: str):
-        self.optimizer = weakref.ref(optimizer)
-        self.name = name
-        self.watcher: Watcher | None = None
-        self.reason = ""
-        self.steps = 0
+    optimizer: weakref.ref
+    name: str
+    watcher: Watcher | None = None
+    reason: str = ""
+    steps: int = 0
 
 
 class Doctor(Hooks):
@@ -154,9 +153,8 @@ class Doctor(Hooks):
     what was measured until then. In a script that drops one network after the other, what was
     measured of optimizers that are gone is dropped, too, when another one begins.
 
-    Raises ValueError for something that is no optimizer, for a format that `places_of` refuses, for
-    a format in blocks or given twice, if no parameter is float32, and for an option that makes no
-    sense.
+    Raises ValueError for something that is no optimizer, for a format that `check_formats` refuses,
+    if no parameter is float32, and for an option that makes no sense.
     """
 
     def __init__(
@@ -172,15 +170,10 @@ class Doctor(Hooks):
     ):
         super().__init__()
         self.is_of_script = not watched
-        self.formats = tuple(formats)
-        self.searches_averages = not (self.formats or watched)
+        formats = tuple(formats)
+        self.searches_averages = not (formats or watched)
         default = FORMATS if watched else [t for t in FORMATS if split_entry(t)[0] in STATE]
-        self.formats = self.formats or tuple(default)
-        if len(self.formats) != len({*self.formats}):
-            raise ValueError(
-                f"formats is {' '.join(self.formats)!r}: give each place and format once, "
-                "as a string of its own"
-            )
+        self.formats = check_formats(formats or default, (*STATE, *SUMS, *OPERANDS))
         if type(length) is not int or length < 1:
             raise ValueError(f"length is {length!r}: use a whole number of updates, at least 1")
         self.length = length
@@ -188,27 +181,21 @@ class Doctor(Hooks):
         self.tolerates = check_tolerance(tolerates)
         self.seed = seed
         self.real = [read_real_optimizer(text) for text in self.formats if is_real(text)]
-        for text in self.formats:
-            if not is_real(text):
-                check_format(text, (*STATE, *SUMS, *OPERANDS))
         self.patients: list[Patient] = []
         self.casts = CastProbe()
         self.has_old_casts = False
-        self.hooks: list = []
         modules = [model] if isinstance(model, nn.Module) else [*model]
         innermost = [innermost_optimizer(optimizer) for optimizer in watched]
         names = [*names] or [f"optimizer {i}" for i in range(len(watched))]
         for name, optimizer in zip(names, innermost, strict=True):
-            patient = Patient(optimizer, name)
+            patient = Patient(weakref.ref(optimizer), name)
             self.patients.append(patient)
             self.known[optimizer] = patient
             self.watch(patient, optimizer, modules)
-            # A step under torch.compile leaves the hooks out of its graph. Compiling them would
-            # take far longer than calling them.
-            before = torch.compiler.disable(lambda x, *_, patient=patient: self.before(x, patient))
-            after = torch.compiler.disable(lambda x, *_, patient=patient: self.after(x, patient))
-            self.hooks.append(optimizer.register_step_pre_hook(before))
-            self.hooks.append(optimizer.register_step_post_hook(after))
+            before = optimizer.register_step_pre_hook
+            after = optimizer.register_step_post_hook
+            self.hook(before, lambda x, *_, patient=patient: self.before(x, patient))
+            self.hook(after, lambda x, *_, patient=patient: self.after(x, patient))
 
     def watch(self, patient: Patient, optimizer, modules: list[nn.Module]) -> None:
         """Puts a watcher beside an optimizer, with the shadows of the formats."""
@@ -301,8 +288,7 @@ class Doctor(Hooks):
             raise ValueError(
                 f"name is {name!r}: choose a name without = that is none of {', '.join(places)}"
             )
-        for form in formats:
-            check_format(f"weights={form}", STATE)
+        check_formats([f"weights={form}" for form in formats], STATE)
         texts = [f"{name}={form}" for form in formats]
         watcher = self.patients[0].watcher
         modules = [module for reference in watcher.modules if (module := reference()) is not None]
@@ -310,27 +296,14 @@ class Doctor(Hooks):
         average = AverageShadow("average", tensors, names, rate, texts, self.length, self.sample)
         watcher.shadows.append(average)
 
-    def stop(self) -> None:
-        """Stops watching. The report stays."""
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks = []
-
     # In a script
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """A context in which every optimizer of the process is watched."""
-        with super().installed():
-            yield
-        self.stop()
 
     def begin(self, optimizer, name: str) -> Patient:
         for patient in self.patients:
             if patient.watcher is not None and patient.optimizer() is None:
                 patient.watcher = None
                 patient.reason = "the script had dropped it when a later one began"
-        patient = Patient(optimizer, name)
+        patient = Patient(weakref.ref(optimizer), name)
         self.patients.append(patient)
         try:
             self.watch(patient, optimizer, modules_of_process())
@@ -376,14 +349,12 @@ class Doctor(Hooks):
             )
 
     def before(self, optimizer, patient: Patient) -> None:
-        if patient.watcher is not None:
-            self.guarded(patient, patient.watcher.before_step)
+        self.guarded(patient, lambda: patient.watcher.before_step())
 
     def after(self, optimizer, patient: Patient) -> None:
         patient.steps += 1
         self.has_old_casts = self.has_old_casts or self.casts.finds_old_cast()
-        if patient.watcher is not None:
-            self.guarded(patient, patient.watcher.after_step)
+        self.guarded(patient, lambda: patient.watcher.after_step())
 
     # The report
 
@@ -461,14 +432,6 @@ class Doctor(Hooks):
             for average in averages_beside(patient.watcher)
         ]
         return report_as_json(optimizers, report.notes, averages)
-
-
-def check_format(text: str, names: tuple[str, ...]) -> None:
-    """Raises the errors of `places_of`, and ValueError unless a text has one place and format."""
-    if len(places_of(text, names)) != 1:
-        raise ValueError(
-            f"formats has {text!r}: give each place and format once, as a string of its own"
-        )
 
 
 def averages_beside(watcher: Watcher) -> list[AverageShadow]:

@@ -13,7 +13,7 @@ import gc
 import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .findings import Finding
+from .findings import Finding, judge_all
 from .ruler import Sample, tensor_names
 
 # Optimizers whose step is not in proportion to their learning rate, by the names of their classes,
@@ -90,7 +90,11 @@ class Update(NamedTuple):
 
 
 class Shadow:
-    """What stands beside an optimizer and takes the same steps otherwise."""
+    """What stands beside an optimizer and takes the same steps otherwise.
+
+    `watcher` is the optimizer's, `ruler` has what was measured, and `length` is how many updates a
+    window has.
+    """
 
     def before(self) -> None:
         """Is called before each step of the optimizer."""
@@ -100,7 +104,7 @@ class Shadow:
 
     def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
         """The findings so far, without cures."""
-        return []
+        return judge_all(self.watcher.name, self.ruler, tolerates, self.length)
 
 
 class Watcher:
@@ -336,27 +340,33 @@ class Hooks:
 
     def __init__(self):
         self.process = os.getpid()
+        self.hooks: list = []
         self.names: list[str] = []  # of the optimizers, in the order of their first steps
         self.known = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        # A step under torch.compile leaves the hooks out of its graph. Compiling them would take
-        # far longer than calling them. The decorator is that of torch.optim itself, which imports
-        # the compiler no earlier than the script's first optimizer does.
-        handles = [
-            register_optimizer_step_pre_hook(
-                torch._disable_dynamo(lambda *arguments: self.before_step(*arguments))
-            ),
-            register_optimizer_step_post_hook(
-                torch._disable_dynamo(lambda *arguments: self.after_step(*arguments))
-            ),
-        ]
+        """A context in which the hooks are called."""
+        self.hook(register_optimizer_step_pre_hook, self.before_step)
+        self.hook(register_optimizer_step_post_hook, self.after_step)
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            self.stop()
+
+    def hook(self, register: Callable, function: Callable) -> None:
+        """Has a function called at each step. `register` is torch's, for all optimizers or one."""
+        # A step under torch.compile leaves the hooks out of its graph. Compiling them would take
+        # far longer than calling them. The decorator is that of torch.optim itself, which imports
+        # the compiler no earlier than the script's first optimizer does.
+        left_out = torch._disable_dynamo(lambda *arguments: function(*arguments))
+        self.hooks.append(register(left_out))
+
+    def stop(self) -> None:
+        """Removes the hooks."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
 
     def before_step(self, optimizer, args, kwargs) -> None:
         if os.getpid() != self.process or shadow_steps.get():

@@ -336,8 +336,8 @@ def bits_of(gap: Gap, is_robust: bool = False) -> float:
         size = min(size, 1.4 * np.abs(gap.flat.log_ratio).mean())
     if size == 0:
         return np.inf
-    # If weights and activations are rounded to b bits of mantissa, rms(d) / std(actor_logp) is about
-    # 0.55 * 2^-b.
+    # If weights and activations are rounded to b bits of mantissa, rms(d) / std(actor_logp) is
+    # about 0.55 * 2^-b.
     return float(np.log2(0.55 * max(gap.flat.actor.std(), TINY) / size))
 
 
@@ -911,10 +911,8 @@ def without_fillers(gap: Gap) -> tuple[Gap, Seen | None]:
     if gap.mask.sum() < FEW_TOKENS or not gap.log_ratio.any():
         return gap, None
     aligned = Aligned.of(gap)
-    for whose, logp, other in (
-        ("the actor's", aligned.actor, aligned.learner),
-        ("the learner's", aligned.learner, aligned.actor),
-    ):
+    both = aligned.actor, aligned.learner
+    for logp, other in (both, both[::-1]):
         fillers = fillers_of(logp, other, aligned)
         if fillers.any():
             break
@@ -938,14 +936,15 @@ def without_fillers(gap: Gap) -> tuple[Gap, Seen | None]:
         constant = 0.0
     where, fix = whereabouts(fillers, aligned)
     is_everywhere = fillers.sum() >= NEARLY * gap.mask.sum()
-    is_greedy = is_everywhere and constant == 0 and logp is aligned.actor
+    whose = "the actor" if logp is aligned.actor else "the learner"
+    is_greedy = is_everywhere and constant == 0 and whose == "the actor"
     square = np.square(gap.log_ratio)
     symptom = Seen(
         name="fillers",
         kind="greedy" if is_greedy else "filler",
         value=float(tokens.sum()),
         limit=FEW - 1.0,
-        says=f"{whose} log-probabilities are exactly {constant:g} at {where}. {fix}",
+        says=f"{whose}'s log-probabilities are exactly {constant:g} at {where}. {fix}",
         share=float(square[tokens].sum() / max(square[gap.mask].sum(), TINY**2)),
     )
     return rest, symptom
