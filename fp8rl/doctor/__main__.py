@@ -88,21 +88,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    explanations = {
-        "watch": "Run a script that trains in float32. At the end, report on stderr at which "
-        "factor of its learning rate it would learn with each place in each format.",
-        "keep": "Run a script with places kept in few bits, or with a real optimizer in place of "
-        "its own.",
-        "compare": "Train a script in float32 and with each format really kept, and say whether "
-        "what `watch` has said came true. The logs are kept in the folder compare-SCRIPT, so the "
-        "same command goes on where it was stopped.",
-        "mismatch": "Compare a learner's and an actor's log-probabilities of the same tokens: do "
-        "they differ by rounding or by a bug?",
-    }
     watch = commands.add_parser(
         "watch",
         help="train in float32, and report what few bits would change",
-        description=explanations["watch"],
+        description="Run a script that trains in float32. At the end, report on stderr at which "
+        "factor of its learning rate it would learn with each place in each format.",
     )
     watch.add_argument(
         "--list",
@@ -137,7 +127,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     keep = commands.add_parser(
         "keep",
         help="train with few bits: an emulation, or a real optimizer",
-        description=explanations["keep"],
+        description="Run a script with places kept in few bits, or with a real optimizer in place "
+        "of its own.",
     )
     keep.add_argument(
         "formats",
@@ -147,7 +138,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     comparison = commands.add_parser(
         "compare",
         help="does what `watch` says come true? A table",
-        description=explanations["compare"],
+        description="Train a script in float32 and with each format really kept, and say whether "
+        "what `watch` has said came true. The logs are kept in the folder compare-SCRIPT, so the "
+        "same command goes on where it was stopped.",
         usage="python -m fp8rl.doctor compare FORMAT [FORMAT ...] --metric REGEX [options] [-m] "
         "script ...",
         allow_abbrev=False,
@@ -179,7 +172,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     dump = commands.add_parser(
         "mismatch",
         help="do log-probabilities of the same tokens differ by rounding or by a bug?",
-        description=explanations["mismatch"],
+        description="Compare a learner's and an actor's log-probabilities of the same tokens: do "
+        "they differ by rounding or by a bug?",
     )
     dump.add_argument(
         "dump",

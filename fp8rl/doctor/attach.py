@@ -16,8 +16,7 @@ from pathlib import Path
 
 from . import NO_STEP, Refusal, first_line, report_as_json, say, write_report
 
-# What schedulers and terminals send
-ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # what schedulers and terminals send
 
 
 class AfterTorch:
@@ -137,11 +136,9 @@ class Attached:
 
     def require_change(self) -> None:
         """Raises Refusal if `keep` has not, or not wholly, done what was asked for."""
-        if self.hooks is None:
+        if self.hooks is None or not self.hooks.names:
             raise Refusal(f"{NO_STEP}: nothing was changed")
-        if self.hooks.refusal:
-            raise Refusal(self.hooks.refusal)
-        if complaint := self.hooks.complaint():
+        if complaint := self.hooks.refusal or self.hooks.complaint():
             raise Refusal(complaint)
 
     def handle_signals(self) -> None:

@@ -38,7 +38,6 @@ CLAIMS = {
     "diverges": True,
 }
 LOSS = 0.1  # an arm is worse if it loses more than this share of what float32 gains
-AROUND_NUMBERS = " \t[](){},;:%'\""  # what a script may print around a number, as in [21.]
 DOCTOR = "fp8rl.doctor:"  # how a line of the doctor begins, or the report of `watch`
 
 
@@ -156,7 +155,8 @@ def numbers_in(text: str, metric: str, log: Path) -> list[float]:
     for match in re.finditer(metric, text, re.MULTILINE):
         found = match[match.re.groups] or ""
         try:
-            numbers.append(float(found.strip(AROUND_NUMBERS)))
+            # A script may print a number as in [21.]
+            numbers.append(float(found.strip(" \t[](){},;:%'\"")))
         except ValueError as error:
             raise Refusal(
                 f"metric is {metric!r}, which finds {found!r} in {log}: "
@@ -181,18 +181,15 @@ def words_of(path: Path, log: Path) -> dict[str, Words]:
     report = json.loads(path.read_text())
     if report["kind"] != REPORT_KIND:
         raise Refusal(f"report is {path}, a {report['kind']}: remove it and {log}")
-    said: dict[str, Words] = {}
-    for finding in [each for optimizer in report["optimizers"] for each in optimizer["findings"]]:
-        text = f"{finding['place']}={finding['format']}"
-        rate = math.nan if finding["rate"] is None else finding["rate"]
-        words = Words(rate, finding["verdict"])
-        if text not in said or severity(words.word) > severity(said[text].word):
-            said[text] = words
-    return said
-
-
-def severity(word: str) -> int:
-    return [*CLAIMS].index(word) if word in CLAIMS else 0
+    findings = [each for optimizer in report["optimizers"] for each in optimizer["findings"]]
+    findings.sort(key=lambda finding: [*CLAIMS].index(finding["verdict"]))
+    # The last one of a place and format, which is the worst, is left
+    return {
+        f"{finding['place']}={finding['format']}": Words(
+            math.nan if finding["rate"] is None else finding["rate"], finding["verdict"]
+        )
+        for finding in findings
+    }
 
 
 # What was lost, and what was claimed
@@ -228,7 +225,7 @@ def claim_of(words: Iterable[str]) -> bool | None:
 
     One claim of a loss is enough. They claim none only if each of them does.
     """
-    claims = [CLAIMS.get(word) for word in words]
+    claims = [CLAIMS[word] for word in words]
     if True in claims:
         return True
     return None if None in claims or not claims else False

@@ -29,8 +29,6 @@ from .findings import NOT_JUDGED, SAME, Finding, judge
 from .ruler import Ruler
 from .watcher import NOT_IN_PROPORTION, Shadow, Update, Watcher, dense, shadow_steps
 
-# Options that say how a step is computed, not which step it is
-IMPLEMENTATION = {"capturable", "differentiable", "foreach", "fused", "decoupled_weight_decay"}
 PLAIN = {"Tensor", "Parameter"}  # classes of tensors that keep their numbers as their dtype says
 
 
@@ -292,10 +290,8 @@ def class_and_options(entry: RealOptimizer, optimizer: torch.optim.Optimizer) ->
     name = name_of_class(entry, optimizer)
     try:
         factory = getattr(importlib.import_module(entry.module), name)
-    except ImportError as error:
-        raise ValueError(f"{entry.text}: {entry.module} cannot be imported: {error}") from error
-    except AttributeError as error:
-        raise ValueError(f"{entry.text}: {entry.module} has no {name}") from error
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{entry.text}: it cannot be imported: {error}") from error
     if not callable(factory) or not callable(getattr(factory, "step", None)):
         raise ValueError(f"{entry.text}: {name} is no optimizer: it has no step")
     accepted = options_of(factory)
@@ -312,10 +308,18 @@ def class_and_options(entry: RealOptimizer, optimizer: torch.optim.Optimizer) ->
     other_options = []  # what only one of the two classes has
     if "betas" in accepted and not {"betas"} & {*optimizer.defaults, *entry.options}:
         other_options.append(f"{name} has betas, which {script_class.__name__} has not")
+    # Options that say how a step is computed, not which step it is
+    of_implementation = {
+        "capturable",
+        "differentiable",
+        "foreach",
+        "fused",
+        "decoupled_weight_decay",
+    }
     options = []
     left_out = []
     for option, value in optimizer.defaults.items():
-        if option in IMPLEMENTATION or option in entry.options:
+        if option in of_implementation or option in entry.options:
             continue
         default = accepted.get(option)
         if option not in accepted:

@@ -259,8 +259,9 @@ class SumShadow(GradientShadow):
         names = ("exp_avg", "exp_avg_sq") if watcher.is_adam else ("momentum_buffer",)
         moments = [watcher.sample.take(watcher.state(name)) for name in names]
         self.begin_at(moments, float(watcher.count_steps().nan_to_num()))
-        buffers = [state.get(names[0]) for state in watcher.states()]
-        self.has_buffer = np.array([x is not None for x in buffers]).reshape(-1, 1)
+        # Of SGD: whether there is a momentum, [T, 1]
+        has_buffer = [state.get("momentum_buffer") is not None for state in watcher.states()]
+        self.has_buffer = np.array(has_buffer)[:, None]
 
     def after(self, update: Update) -> None:
         """Takes the optimizer's step with each of the sums."""
@@ -292,13 +293,10 @@ class SumShadow(GradientShadow):
             return findings
         count = np.median(self.contributions)
         shares = np.nanmean(self.shares, axis=0)
+        words = ["a step has one gradient, which is rounded once"] * len(shares)
         if count > 1:
-            words = [
-                f"a step adds up {count:,.0f} gradients, and {x:.2f} of the sum is left"
-                for x in shares
-            ]
-        else:
-            words = ["a step has one gradient, which is rounded once"] * len(shares)
+            added = f"a step adds up {count:,.0f} gradients"
+            words = [f"{added}, and {share:.2f} of the sum is left" for share in shares]
         return [
             finding._replace(why=f"{finding.why}; {text}")
             for finding, text in zip(findings, words, strict=True)

@@ -17,7 +17,7 @@ from ..bits.catalogue import read_real_optimizer, split_real
 from ..bits.notation import OPERANDS, STATE, SUMS
 from ..bits.operands import Operands
 from ..bits.places import places_of
-from . import NO_STEP, Refusal, first_line, say
+from . import Refusal, first_line, say
 from .copies import OptimizerCopy
 from .watcher import Hooks, parameters_of
 
@@ -226,8 +226,6 @@ class Keep(Hooks):
 
     def complaint(self) -> str:
         """Says which place could not be kept in few bits; an empty string if all were kept."""
-        if not self.names:
-            return f"{NO_STEP}: nothing was changed"
         if self.operands and self.operands.seen:
             self.kept |= {*OPERANDS}
         no_moments = f"only Adam and AdamW have it, and there is {', '.join(self.names)}"

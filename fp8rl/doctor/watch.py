@@ -71,35 +71,6 @@ FORMATS = (
 )
 
 
-class CastProbe:
-    """Tells whether autocast computes with casts of weights that are older than the weights.
-
-    Autocast keeps its casts of parameters until its outermost region ends, and a step in place does
-    not tell it that they are old. A script whose whole loop is in one region trains on with the
-    weights that it had at first. The probe is a parameter that changes at every step: does a
-    product within the region see that?
-    """
-
-    def __init__(self):
-        self.probe: torch.Tensor | None = None
-
-    def finds_old_cast(self) -> bool:
-        """Whether a region that was open at the last step still has its casts. Call it at every
-        step."""
-        devices = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        if not (devices and torch.is_autocast_cache_enabled()):
-            return False
-        if self.probe is None:
-            one = torch.ones(1, 1, dtype=torch.float32, device=devices[0])
-            self.probe = nn.Parameter(one)
-        with torch.enable_grad():  # only casts with a gradient are kept
-            product = self.probe @ self.probe
-        is_old = bool(product != self.probe.square())
-        with torch.no_grad():
-            self.probe.copy_(3 - self.probe)  # 1, 2, 1, ...
-        return is_old
-
-
 @dataclass(eq=False)
 class Patient:
     """An optimizer of a script.
@@ -182,7 +153,7 @@ class Doctor(Hooks):
         self.seed = seed
         self.real = [read_real_optimizer(text) for text in self.formats if is_real(text)]
         self.patients: list[Patient] = []
-        self.casts = CastProbe()
+        self.cast_probe: nn.Parameter | None = None
         self.has_old_casts = False
         modules = [model] if isinstance(model, nn.Module) else [*model]
         innermost = [innermost_optimizer(optimizer) for optimizer in watched]
@@ -353,8 +324,29 @@ class Doctor(Hooks):
 
     def after(self, optimizer, patient: Patient) -> None:
         patient.steps += 1
-        self.has_old_casts = self.has_old_casts or self.casts.finds_old_cast()
+        self.has_old_casts = self.has_old_casts or self.finds_old_cast()
         self.guarded(patient, lambda: patient.watcher.after_step())
+
+    def finds_old_cast(self) -> bool:
+        """Whether autocast computes with casts of weights that are older than the weights.
+
+        Autocast keeps its casts of parameters until its outermost region ends, and a step in place
+        does not tell it that they are old. A script whose whole loop is in one region trains on
+        with the weights that it had at first. A parameter that changes at every step is the probe:
+        does a product within the region see that?
+        """
+        devices = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        if not (devices and torch.is_autocast_cache_enabled()):
+            return False
+        if self.cast_probe is None:
+            one = torch.ones(1, 1, dtype=torch.float32, device=devices[0])
+            self.cast_probe = nn.Parameter(one)
+        with torch.enable_grad():  # only casts with a gradient are kept
+            product = self.cast_probe @ self.cast_probe
+        is_old = bool(product != self.cast_probe.square())
+        with torch.no_grad():
+            self.cast_probe.copy_(3 - self.cast_probe)  # 1, 2, 1, ...
+        return is_old
 
     # The report
 

@@ -147,16 +147,17 @@ class Watcher:
         if not parameters:
             dtype = others[0].dtype
             raise ValueError(f"parameters are {dtype}: let the doctor watch a training in float32")
-        numbers = {
-            id(p): number
+        self.keys = {id(p) for p in parameters}
+        # The number of each one's group
+        self.group = [
+            number
             for number, group in enumerate(optimizer.param_groups)
             for p in group["params"]
-        }
-        self.group = [numbers[id(p)] for p in parameters]  # the number of each one's group
+            if id(p) in self.keys
+        ]
         # Parameters that learn and are not followed
         self.not_float32 = [f"{tensor_names([p], modules)[0]} ({p.dtype})" for p in others]
         self.references = [weakref.ref(p) for p in parameters]
-        self.keys = {id(p) for p in parameters}
         self.tensor_names = tensor_names(parameters, modules)
         self.device = parameters[0].device
         self.sample = Sample(parameters, sample, seed)
@@ -444,15 +445,15 @@ def innermost_optimizer(optimizer) -> torch.optim.Optimizer:
 
 
 def optimizer_inside(wrapper):
-    """The optimizer that a wrapper has as `optimizer` or `base_optimizer`, or None."""
-    if not is_like_optimizer(wrapper):
-        return None
+    """The optimizer that a wrapper has as `optimizer` or `base_optimizer`, or None.
+
+    Both are told from other things by what can be done with them.
+    """
+
+    def is_like_optimizer(x) -> bool:
+        can_step = callable(getattr(x, "step", None)) and hasattr(x, "zero_grad")
+        return can_step and not isinstance(x, type)
+
     inside = [getattr(wrapper, name, None) for name in ("optimizer", "base_optimizer")]
-    return next((x for x in inside if x is not wrapper and is_like_optimizer(x)), None)
-
-
-def is_like_optimizer(x) -> bool:
-    """Whether something is an optimizer or a wrapper of one, by what can be done with it."""
-    return (
-        not isinstance(x, type) and callable(getattr(x, "step", None)) and hasattr(x, "zero_grad")
-    )
+    inside = [x for x in inside if x is not wrapper and is_like_optimizer(x)]
+    return inside[0] if inside and is_like_optimizer(wrapper) else None
