@@ -337,8 +337,7 @@ def check_arms(arms: list[str]) -> None:
     known = []
     for arm in arms:
         check_formats_to_keep(arm)
-        for text in arm.split():
-            check_formats([text], (*STATE, *SUMS))
+        check_formats(arm.split(), (*STATE, *SUMS))
         if {*arm.split()} in known:
             raise Refusal(f"formats has {arm!r} twice: name each once")
         known.append({*arm.split()})

@@ -10,8 +10,6 @@ import importlib.util
 import os
 import signal
 import sys
-import types
-from collections.abc import Callable
 from pathlib import Path
 
 from . import NO_STEP, Refusal, first_line, report_as_json, say, write_report
@@ -19,19 +17,41 @@ from . import NO_STEP, Refusal, first_line, report_as_json, say, write_report
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # what schedulers and terminals send
 
 
-class AfterTorch:
-    """Calls a function once, right after the script has imported torch.
+class Attached:
+    """Hooks on torch's optimizers, and what is said of them at the end of the process.
 
-    It is a finder of sys.meta_path: it lets the other finders find torch, and has torch's loader
-    call the function after torch's code.
+    `command`    watch or keep; Doctor and Keep are in the files of these names
+    `arguments`  arguments of Doctor or Keep
+    `json`       the file for the report of `watch`; None if it is not written
+
+    It is a finder of sys.meta_path, too, which waits for torch. `hooks` is None as long as the
+    script has not imported torch.
     """
 
-    def __init__(self, function: Callable[[], None]):
-        self.function = function
-        self.is_searching = False
+    def __init__(self, command: str, arguments: dict, json: str | None = None):
+        self.command = command
+        self.arguments = arguments
+        self.json = json
+        self.reports = os.environ.get("RANK", "0") == "0"  # only the first rank of torchrun
+        self.process = os.getpid()
+        self.is_searching = False  # whether the other finders are looking for torch
+        self.hooks = None
+        self.context = contextlib.ExitStack()
+
+    def install(self) -> None:
+        """Prepares for torch's import, for the end of the process, and for signals that end it."""
+        sys.meta_path.insert(0, self)
+        atexit.register(self.end)  # the first that is registered is called last
+        if self.command == "watch":
+            self.handle_signals()
 
     def find_spec(self, name: str, path=None, target=None):
-        """The other finders' answer for torch, and None for any other module."""
+        """Has `attach` called once, right after the script has imported torch.
+
+        Python calls this for each module that is imported, because sys.meta_path has this object.
+        It returns the other finders' answer for torch, whose loader is to call `attach` after
+        torch's code, and None for any other module.
+        """
         if name != "torch" or self.is_searching:
             return None
         self.is_searching = True
@@ -43,41 +63,14 @@ class AfterTorch:
             return spec
         loader = spec.loader
 
-        def exec_module(module: types.ModuleType) -> None:
+        def exec_module(module) -> None:
             del loader.exec_module  # the class has the loader's own
             loader.exec_module(module)
             sys.meta_path.remove(self)  # not before: a script may try again after an error
-            self.function()
+            self.attach()
 
         loader.exec_module = exec_module
         return spec
-
-
-class Attached:
-    """Hooks on torch's optimizers, and what is said of them at the end of the process.
-
-    `command`    watch or keep; Doctor and Keep are in the files of these names
-    `arguments`  arguments of Doctor or Keep
-    `json`       the file for the report of `watch`; None if it is not written
-
-    `hooks` is None as long as the script has not imported torch.
-    """
-
-    def __init__(self, command: str, arguments: dict, json: str | None = None):
-        self.command = command
-        self.arguments = arguments
-        self.json = json
-        self.reports = os.environ.get("RANK", "0") == "0"  # only the first rank of torchrun
-        self.process = os.getpid()
-        self.hooks = None
-        self.context = contextlib.ExitStack()
-
-    def install(self) -> None:
-        """Prepares for torch's import, for the end of the process, and for signals that end it."""
-        sys.meta_path.insert(0, AfterTorch(self.attach))
-        atexit.register(self.end)  # the first that is registered is called last
-        if self.command == "watch":
-            self.handle_signals()
 
     def attach(self) -> None:
         """Makes the hooks, right after the script has imported torch."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ..bits import adam
 from ..bits.catalogue import read_real_optimizer, split_real
@@ -235,14 +234,12 @@ class Keep(Hooks):
             **dict.fromkeys(STATE, no_moments),
             "grad": "no gradient was added after the first step",
         }
-        for place, reason in reasons.items():
-            if place in self.places and place not in self.kept:
-                return f"{place} was not kept: {reason}"
-        return ""
+        missing = [place for place in reasons if place in self.places and place not in self.kept]
+        return f"{missing[0]} was not kept: {reasons[missing[0]]}" if missing else ""
 
 
 @contextlib.contextmanager
-def in_all_threads(mode: TorchFunctionMode) -> Iterator[None]:
+def in_all_threads(mode: Operands) -> Iterator[None]:
     """A context of torch in this thread, and in every thread that starts from now on.
 
     By itself, such a context is one of a single thread, and a script may train in another.

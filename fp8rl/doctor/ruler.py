@@ -121,10 +121,9 @@ class Sample:
 
 def tensor_names(tensors: list[torch.Tensor], modules: Iterable[nn.Module]) -> list[str]:
     """A name for each tensor: that of a module's parameter, or its number and shape."""
-    known = {}
-    for module in modules:
-        for name, p in module.named_parameters():
-            known.setdefault(id(p), name)
+    # A parameter of several modules has its name in the first one, which comes last here
+    in_reverse = reversed([*modules])
+    known = {id(p): name for module in in_reverse for name, p in module.named_parameters()}
     names = []
     for i, x in enumerate(tensors):
         name = known.get(id(x), f"tensor {i} {list(x.shape)}")
@@ -360,11 +359,8 @@ class Ruler:
     def in_parts(self, row: int, parts: float) -> WindowSums:
         """The means of one shadow's measurements over each of so many consecutive parts of the
         training, or over each window if there are fewer; [parts, T]."""
-        every = [
-            np.array([part[row] for part in field]) for field in zip(*self.windows, strict=True)
-        ]
-        if parts >= len(self.windows):
-            return WindowSums(*every)
+        parts = min(parts, len(self.windows))
+        every = [np.array([x[row] for x in field]) for field in zip(*self.windows, strict=True)]
         means = [[x.mean(0) for x in np.array_split(field, parts)] for field in every]
         return WindowSums(*np.array(means))
 

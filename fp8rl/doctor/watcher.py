@@ -10,7 +10,6 @@ is kept is a sample.
 import contextlib
 import contextvars
 import gc
-import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -201,8 +200,7 @@ class Watcher:
         for."""
         counts = [x["step"] for x in self.states() if self.is_adam and "step" in x] or [0.0]
         # With torch's default device "meta", Adam's counts have no numbers
-        if any(getattr(x, "is_meta", False) for x in counts):
-            counts = [math.nan]
+        counts = [np.nan if getattr(x, "is_meta", False) else x for x in counts]
         # Whatever torch's default type and device are
         options = {"dtype": torch.float32, "device": "cpu"}
         tensors = [x if isinstance(x, torch.Tensor) else torch.tensor(x, **options) for x in counts]
@@ -215,8 +213,8 @@ class Watcher:
         a change through `p.data` does not raise the version of a tensor.
         """
         parameters = self.parameters
-        if not parameters:
-            self.others_learn = True  # the optimizer goes on with other tensors
+        # Without these parameters, the optimizer goes on with other tensors
+        self.others_learn = self.others_learn or not parameters
         if not parameters or not self.is_in_proportion:
             return
         self.read = self.sample.read([*parameters, *self.moments()])
@@ -253,9 +251,9 @@ class Watcher:
     def settings_of(self, group: dict) -> GroupSettings:
         """The settings of a parameter group as they are now."""
         beta1, beta2 = map(float, group["betas"]) if self.is_adam else (0.0, 0.0)
-        is_decoupled = isinstance(self.optimizer, torch.optim.AdamW)
-        is_coupled = not (is_decoupled or group.get("decoupled_weight_decay"))
-        has_decay = is_coupled and (self.is_adam or self.is_sgd)
+        is_adamw = isinstance(self.optimizer, torch.optim.AdamW)
+        is_decoupled = is_adamw or group.get("decoupled_weight_decay")
+        has_decay = (self.is_adam or self.is_sgd) and not is_decoupled
         return GroupSettings(
             learning_rate=float(group["lr"]),
             beta1=beta1,

@@ -385,7 +385,6 @@ def numbers_of(gap: Gap, clip: float) -> dict:
     by_sequence = gap.log_ratio.sum(1)[is_used]
     mean_length = float(gap.mask.sum(1)[is_used].mean())
     horizons = horizons_of(Aligned.of(gap))
-    above, below, dropped = clipped_shares(gap, clip)
     probs_difference = np.abs(learner_probs - actor_probs)
     return {
         "bits": bits_of(gap),
@@ -406,9 +405,7 @@ def numbers_of(gap: Gap, clip: float) -> dict:
         "largest_ratio": 1 + float(excess.max()),
         "farthest": gap.farthest,
         "clip": clip,
-        "clipped_above": above,
-        "clipped_below": below,
-        "clipped": dropped,
+        **clipped_shares(gap, clip),
         "token_mult_prob_error": float(np.exp(np.minimum(np.abs(log_ratio), LARGEST)).mean()),
         "probs_diff_mean": float(probs_difference.mean()),
         "probs_diff_max": float(probs_difference.max()),
@@ -426,20 +423,24 @@ def pearson(x: np.ndarray, y: np.ndarray) -> float:
     return float(x @ y) / size if size > 0 else math.nan
 
 
-def clipped_shares(gap: Gap, clip: float) -> tuple[float, float, float]:
+def clipped_shares(gap: Gap, clip: float) -> dict[str, float]:
     """Shares of tokens that PPO's clip drops: those above, those below, and both of all tokens."""
     is_above = 1 + gap.flat.excess > 1 + clip
     is_below = 1 + gap.flat.excess < 1 - clip
     if gap.advantages is None:
-        return float(is_above.mean()), float(is_below.mean()), math.nan
+        return {
+            "clipped_above": float(is_above.mean()),
+            "clipped_below": float(is_below.mean()),
+            "clipped": math.nan,
+        }
     advantages = gap.advantages[gap.mask]
     above = is_above & (advantages > 0)
     below = is_below & (advantages < 0)
-    return (
-        float(above.sum() / max((advantages > 0).sum(), 1)),
-        float(below.sum() / max((advantages < 0).sum(), 1)),
-        float((above | below).mean()),
-    )
+    return {
+        "clipped_above": float(above.sum() / max((advantages > 0).sum(), 1)),
+        "clipped_below": float(below.sum() / max((advantages < 0).sum(), 1)),
+        "clipped": float((above | below).mean()),
+    }
 
 
 # The horizon

@@ -20,7 +20,6 @@ left alone. Every error is a ValueError of one line that names the array and the
 
 import functools
 import json
-import math
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -291,9 +290,10 @@ def take_arrays(subject: str, content: Mapping) -> dict:
         elif role in (LEARNER, ACTOR):
             others = ", ".join(known[1:])
             raise ValueError(f"{subject}, which has no {role} (or {others}): there is {listed}")
-    if "tokens" in arrays and "tokens" not in names:
-        if sizes_of(arrays["tokens"]) != sizes_of(arrays[ACTOR]):
-            del arrays["tokens"]  # they are of other tokens, such as those with a prompt
+    # Those of stacks may be of other tokens, such as those with a prompt
+    are_of_a_stack = "tokens" in arrays and "tokens" not in names
+    if are_of_a_stack and sizes_of(arrays["tokens"]) != sizes_of(arrays[ACTOR]):
+        del arrays["tokens"]
     return arrays
 
 
@@ -444,7 +444,7 @@ def padded(role: str, rows: list[np.ndarray], counts: np.ndarray) -> np.ndarray:
             f"{role} has {len(rows):,} sequences, and actor_logp has {len(counts):,}: give {role} "
             "of the same tokens"
         )
-    values = np.full((len(rows), counts.max()), math.nan)
+    values = np.full((len(rows), counts.max()), np.nan)
     for i, row in enumerate(rows):
         if len(row) != counts[i]:
             raise ValueError(
@@ -512,7 +512,7 @@ def array_of(role: str, x, name: str = "") -> tuple[np.ndarray, float]:
             # NumPy has no bfloat16
             array = (x.double() if x.is_floating_point() else x).numpy(force=True)
         elif isinstance(x, list | tuple):
-            array = np.asarray([math.nan if entry is None else entry for entry in x])
+            array = np.asarray([np.nan if entry is None else entry for entry in x])
             kinds += "iu"
         else:
             array = np.asarray(x)
