@@ -20,8 +20,8 @@ from pathlib import Path
 from ..bits.catalogue import is_real, read_real_optimizer
 from ..bits.notation import OF_BLOCKS, read_entries
 
-# The file of each name. It is imported when the name is used for the first time, because the
-# command must not import torch before the script does.
+# The file of each name. It is imported when the name is used, because the command must not import
+# torch before the script does.
 FILES = {
     "Doctor": ".watch",
     "FORMATS": ".watch",
@@ -38,12 +38,10 @@ NO_STEP = "no optimizer of torch made a step"
 
 
 def __getattr__(name: str):
-    """A name that has not been used before (PEP 562)."""
+    """One of the names in `FILES` (PEP 562)."""
     if name not in FILES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(FILES[name], __name__), name)
-    globals()[name] = value
-    return value
+    return getattr(importlib.import_module(FILES[name], __name__), name)
 
 
 class Refusal(Exception):

@@ -245,14 +245,17 @@ def launch(options: argparse.Namespace, arguments: dict, report: Path | None = N
         raise Refusal("the package numpy is missing: pip install numpy")
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise Refusal("Python's options -E, -I and -S keep the doctor out: leave them out")
-    doctor = {
-        "command": options.command,
-        "arguments": arguments,
-        "json": str(report.absolute()) if report else None,
-    }
     bootstrap = Path(__file__).parent / "bootstrap"
     paths = os.environ.get("PYTHONPATH")
-    attached = {"doctor": doctor, "package": str(bootstrap.parents[2]), "PYTHONPATH": paths}
+    attached = {
+        "doctor": {
+            "command": options.command,
+            "arguments": arguments,
+            "json": str(report.absolute()) if report else None,
+        },
+        "package": str(bootstrap.parents[2]),
+        "PYTHONPATH": paths,
+    }
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(bootstrap), paths))),
         "FP8RL_DOCTOR": json.dumps(attached),

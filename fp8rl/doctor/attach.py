@@ -149,14 +149,11 @@ class Attached:
         def unblock() -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before.pop())
 
-        def begin_fork() -> None:
-            self.put_back_handlers()
-            unblock()
-
         for number in ENDINGS:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, self.end_by_signal)
-        os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=begin_fork)
+        os.register_at_fork(after_in_child=self.put_back_handlers)  # before it unblocks them
+        os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock)
 
     def end_by_signal(self, number: int, frame) -> None:
         """Reports, and ends the process by the signal, whose exit code it has."""

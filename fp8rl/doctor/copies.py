@@ -423,8 +423,7 @@ class CopyShadow(Shadow):
     """
 
     def __init__(self, watcher: Watcher, entries: list[RealOptimizer], length: int):
-        self.watcher = watcher
-        self.length = length
+        super().__init__(watcher, [], length)
         self.copies = [RealCopy(entry, watcher) for entry in entries]
         tensors = len(watcher.references)
         self.longest = np.zeros(tensors, np.float32)  # the script's own longest steps

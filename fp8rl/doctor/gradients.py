@@ -30,7 +30,7 @@ from ..bits.operands import Operands
 from ..bits.places import PlaceFormat
 from .findings import NOT_JUDGED, Finding
 from .rows import FormatRows
-from .ruler import Ruler, WindowSums, is_stochastic
+from .ruler import WindowSums, is_stochastic
 from .watcher import GroupSettings, Shadow, Update, Watcher, dense, largest_of
 
 
@@ -46,9 +46,7 @@ class GradientShadow(Shadow):
     """
 
     def __init__(self, watcher: Watcher, texts: list[str], length: int):
-        self.watcher = watcher
-        self.length = length
-        self.ruler = Ruler(watcher.sample, texts, watcher.tensor_names)
+        super().__init__(watcher, texts, length)
         self.count = 0  # updates in this window so far
         self.moments: list[np.ndarray] | None = None
 

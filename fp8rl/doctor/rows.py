@@ -149,11 +149,10 @@ class RowShadow(Shadow):
     """
 
     def __init__(self, watcher: Watcher, texts: list[str], length: int, seed: int):
-        self.watcher = watcher
-        self.length = length
         kinds = {text: STATE.index(split_entry(text)[0]) for text in texts}
         texts = [text for text in texts if watcher.is_adam or not kinds[text]]
         texts.sort(key=lambda text: (is_stochastic(text), kinds[text]))
+        super().__init__(watcher, texts, length)
         rows = ["m=fp32", "v=fp32", *texts]
         self.rows = FormatRows(rows, seed)
         self.kind = np.array([STATE.index(split_entry(text)[0]) for text in rows])
@@ -164,7 +163,6 @@ class RowShadow(Shadow):
         self.is_stochastic_weight = self.keeps_weights[:, 0] & [
             [x.stochastic] for x in self.rows.forms
         ]
-        self.ruler = Ruler(watcher.sample, texts, watcher.tensor_names)
         self.kept: np.ndarray | None = None
 
     def before(self) -> None:
@@ -494,9 +492,8 @@ class AverageSearch(Shadow):
     """
 
     def __init__(self, watcher: Watcher, trained: Callable[[], set[int]], length: int):
-        self.watcher = watcher
+        super().__init__(watcher, [], length)
         self.trained = trained
-        self.length = length
         self.steps = 0
         self.next = 32  # the step of the next search
         self.candidates: list[AverageShadow] = []

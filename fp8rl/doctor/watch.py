@@ -42,7 +42,7 @@ from .findings import NOT_JUDGED, Finding, Report, listed, with_cures
 from .gradients import LookShadow, SumShadow
 from .rows import AVERAGES, LENGTH, AverageSearch, AverageShadow, RowShadow
 from .ruler import tensor_names
-from .watcher import Hooks, Watcher, innermost_optimizer, modules_of_process, parameters_of
+from .watcher import Hooks, Watcher, alive, innermost_optimizer, modules_of_process, parameters_of
 
 FORMATS = (
     "weights=bf16",
@@ -262,8 +262,7 @@ class Doctor(Hooks):
         check_formats([f"weights={form}" for form in formats], STATE)
         texts = [f"{name}={form}" for form in formats]
         watcher = self.patients[0].watcher
-        modules = [module for reference in watcher.modules if (module := reference()) is not None]
-        names = tensor_names(tensors, modules)
+        names = tensor_names(tensors, alive(watcher.modules))
         average = AverageShadow("average", tensors, names, rate, texts, self.length, self.sample)
         watcher.shadows.append(average)
 

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from .findings import Finding, judge_all
-from .ruler import Sample, tensor_names
+from .ruler import Ruler, Sample, tensor_names
 
 # Optimizers whose step is not in proportion to their learning rate, by the names of their classes,
 # in torch or elsewhere. They search along a line, adapt a step size for each number by signs, or
@@ -91,9 +91,15 @@ class Update(NamedTuple):
 class Shadow:
     """What stands beside an optimizer and takes the same steps otherwise.
 
-    `watcher` is the optimizer's, `ruler` has what was measured, and `length` is how many updates a
-    window has.
+    `watcher`  the optimizer's
+    `texts`    what is measured by a `Ruler`, as in "weights=bf16"
+    `length`   updates in a window
     """
+
+    def __init__(self, watcher: "Watcher", texts: list[str], length: int):
+        self.watcher = watcher
+        self.length = length
+        self.ruler = Ruler(watcher.sample, texts, watcher.tensor_names)
 
     def before(self) -> None:
         """Is called before each step of the optimizer."""
