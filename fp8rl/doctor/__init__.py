@@ -100,8 +100,10 @@ def check_formats(formats: Iterable[str], places: tuple[str, ...]) -> tuple[str,
 
 def report_as_json(optimizers: list[dict], notes: list[str], averages: list[dict] = ()) -> str:
     """The text of a report's file."""
-    content = {"kind": REPORT_KIND, "optimizers": optimizers, "averages": averages, "notes": notes}
-    return json.dumps(content, indent=1)
+    return json.dumps(
+        {"kind": REPORT_KIND, "optimizers": optimizers, "averages": averages, "notes": notes},
+        indent=1,
+    )
 
 
 def write_report(path: Path, text: str) -> None:

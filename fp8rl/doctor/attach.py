@@ -116,10 +116,10 @@ class Attached:
         """Says what `watch` has found."""
         if not self.reports:
             return
-        notes = [f"{NO_STEP}: there is nothing to judge"]
-        text = notes[0]
-        content = report_as_json([], notes)
-        if self.hooks is not None:
+        if self.hooks is None:
+            text = f"{NO_STEP}: there is nothing to judge"
+            content = report_as_json([], [text])
+        else:
             findings = self.hooks.report()
             text = str(findings)
             content = self.hooks.to_json(findings)

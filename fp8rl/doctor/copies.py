@@ -199,8 +199,7 @@ def take_over(state: dict, kept: dict) -> bool:
     for name, value in state.items():
         mine = kept.get(name)
         if isinstance(mine, torch.Tensor):
-            if not isinstance(value, torch.Tensor):
-                value = torch.tensor(value, device=mine.device)
+            value = torch.as_tensor(value, device=mine.device)
             if value.shape == mine.shape:
                 mine.copy_(value)
                 taken |= mine.dim() > 0

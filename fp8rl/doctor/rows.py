@@ -30,7 +30,16 @@ from ..bits.places import SLACK, PlaceFormat
 from . import first_line
 from .findings import Finding, judge_all, with_cures
 from .ruler import Ruler, Sample, WindowSums, is_stochastic
-from .watcher import GroupSettings, Shadow, Update, Watcher, alive, largest_of, modules_alive
+from .watcher import (
+    GroupSettings,
+    Shadow,
+    Update,
+    Watcher,
+    alive,
+    largest_of,
+    modules_alive,
+    parameters_of,
+)
 
 LENGTH = 32  # updates in a window
 AVERAGES = ("bf16", "bf16:stochastic", "fp16:unscaled", "e4m3", "e4m3:stochastic")
@@ -386,17 +395,18 @@ class AverageShadow(Shadow):
 
     @property
     def is_average(self) -> bool:
-        """Whether three moves are explained by a share of the way to the sources. A share above
-        0.999 is a copy of them, which is no average."""
-        return len(self.rates) >= 3 and self.rates[-1] < 0.999
+        """Whether it is one by name, or three moves are explained by a share of the way to the
+        sources. A share above 0.999 is a copy of them, which is no average."""
+        is_explained = len(self.rates) >= 3 and self.rates[-1] < 0.999
+        return not self.sources or (is_explained and not self.is_refuted)
 
     @torch.no_grad()
     def before(self) -> None:
         """Reads the average, and what it averages, before a step. A GPU is not waited for."""
         tensors = alive(self.references)
         sources = alive(self.sources)
-        if not tensors or len(sources) < len(self.sources):
-            return  # the script has dropped them
+        if self.is_refuted or not tensors or len(sources) < len(self.sources):
+            return  # it is none, or the script has dropped them
         if sources and not all(is_plain(x, self.device) for x in [*tensors, *sources]):
             return  # the script has moved them, or freed their memory
         rate = self.rate() if callable(self.rate) else self.rate
@@ -486,45 +496,35 @@ class AverageSearch(Shadow):
     A script may have modules of any kind. Those that are not in float32 on the optimizer's device
     are passed over, and a search that fails all the same ends, with `trouble` saying why.
 
-    `watcher`  the optimizer
-    `trained`  returns the identities of all parameters that optimizers train
-    `length`   updates in a window
+    `watcher`     the optimizer
+    `optimizers`  all optimizers of the process
+    `length`      updates in a window
     """
 
-    def __init__(self, watcher: Watcher, trained: Callable[[], set[int]], length: int):
+    def __init__(self, watcher: Watcher, optimizers: Iterable, length: int):
         super().__init__(watcher, [], length)
-        self.trained = trained
+        self.optimizers = optimizers
         self.steps = 0
         self.next = 32  # the step of the next search
-        self.candidates: list[AverageShadow] = []
-        self.known: set[int] = set()  # identities of tensors that are candidates
+        self.known: set[int] = set()  # identities of tensors of modules that may be averages
         self.trouble = ""
 
-    @property
-    def found(self) -> list[AverageShadow]:
-        return [candidate for candidate in self.candidates if candidate.is_average]
-
     def before(self) -> None:
-        if self.trouble:
-            return
         self.steps += 1
+        if self.steps != self.next or self.trouble:
+            return
+        self.next *= 8
         try:
-            if self.steps == self.next:
-                self.next *= 8
-                self.search()
-            for candidate in self.candidates:
-                candidate.before()
+            self.search()
         except Exception as error:
-            self.candidates = []
             self.trouble = (
                 f"the search for running averages failed after {self.steps - 1} steps "
                 f"({type(error).__name__}: {first_line(error)})"
             )
-        self.candidates = [x for x in self.candidates if not x.is_refuted]
 
     def search(self) -> None:
-        """Lists modules that may be averages of modules that are trained."""
-        trained = self.trained()
+        """Puts a shadow beside the optimizer for each module that may be an average."""
+        trained = {id(p) for optimizer in [*self.optimizers] for p in parameters_of(optimizer)}
         sources: dict[tuple, list[nn.Module]] = {}
         others = []
         for module in modules_alive():
@@ -541,7 +541,7 @@ class AverageSearch(Shadow):
             if not ids & self.known:
                 for source in sources.get(kind_of(module), ()):
                     self.known |= ids
-                    candidate = AverageShadow(
+                    average = AverageShadow(
                         f"average of {type(module).__name__}",
                         [*module.parameters()],
                         [name for name, _ in module.named_parameters()],
@@ -551,7 +551,7 @@ class AverageSearch(Shadow):
                         self.watcher.sample.numbers_per_tensor * len(self.watcher.references),
                         source.parameters(),
                     )
-                    self.candidates.append(candidate)
+                    self.watcher.shadows.append(average)
 
 
 def is_plain(x: torch.Tensor, device: torch.device) -> bool:

@@ -163,10 +163,14 @@ class Doctor(Hooks):
             self.patients.append(patient)
             self.known[optimizer] = patient
             self.watch(patient, optimizer, modules)
-            before = optimizer.register_step_pre_hook
-            after = optimizer.register_step_post_hook
-            self.hook(before, lambda x, *_, patient=patient: self.before(x, patient))
-            self.hook(after, lambda x, *_, patient=patient: self.after(x, patient))
+            self.hook(
+                optimizer.register_step_pre_hook,
+                lambda x, *_, patient=patient: self.before(x, patient),
+            )
+            self.hook(
+                optimizer.register_step_post_hook,
+                lambda x, *_, patient=patient: self.after(x, patient),
+            )
 
     def watch(self, patient: Patient, optimizer, modules: list[nn.Module]) -> None:
         """Puts a watcher beside an optimizer, with the shadows of the formats."""
@@ -188,12 +192,8 @@ class Doctor(Hooks):
         if self.real:
             watcher.shadows.append(CopyShadow(watcher, self.real, self.length))
         if self.searches_averages:
-            watcher.shadows.append(AverageSearch(watcher, self.trained, self.length))
+            watcher.shadows.append(AverageSearch(watcher, self.known, self.length))
         patient.watcher = watcher
-
-    def trained(self) -> set[int]:
-        """The identities of all parameters that optimizers of the process train."""
-        return {id(p) for optimizer in [*self.known] for p in parameters_of(optimizer)}
 
     # In a loop
 
@@ -382,7 +382,7 @@ class Doctor(Hooks):
         findings = {
             finding.text: finding
             for shadow in watcher.shadows
-            if not isinstance(shadow, AverageSearch | AverageShadow)
+            if not isinstance(shadow, AverageShadow)
             for finding in shadow.findings(self.tolerates)
         }
         in_order = [findings[text] for text in self.formats if text in findings]
@@ -427,9 +427,8 @@ class Doctor(Hooks):
 
 def averages_beside(watcher: Watcher) -> list[AverageShadow]:
     """The running averages beside an optimizer, named or found."""
-    named = [shadow for shadow in watcher.shadows if isinstance(shadow, AverageShadow)]
-    searches = [shadow for shadow in watcher.shadows if isinstance(shadow, AverageSearch)]
-    return [*named, *(average for search in searches for average in search.found)]
+    averages = [shadow for shadow in watcher.shadows if isinstance(shadow, AverageShadow)]
+    return [average for average in averages if average.is_average]
 
 
 def notes_on(watcher: Watcher, has_findings: bool) -> list[str]:
