@@ -85,8 +85,7 @@ def test_rows_are_rounded_as_one_format_after_the_other(forms, seed):
     x = (draw.normal(size=(len(forms), 3, 20)) * np.exp2(exponents)).astype(np.float32)
     # The largest of the numbers that are not in the sample
     largest = np.exp2(draw.integers(-30, 12, (len(forms), 3, 1))).astype(np.float32)
-    texts = [f"weights={form}" for form in forms]
-    together = FormatRows(texts, 0).round(x.copy(), largest)
+    together = FormatRows([f"weights={form}" for form in forms], 0).round(x.copy(), largest)
     for form, rows, top, row in zip(forms, x, largest, together, strict=True):
         expected = form(torch.from_numpy(np.concatenate((rows, top), -1)))[:, :-1]
         torch.testing.assert_close(expected, torch.from_numpy(row), rtol=0, atol=0)

@@ -309,29 +309,16 @@ def run_compare(options: argparse.Namespace) -> int:
     (`compare`)."""
     from .compare import compare, table_of
 
-    check_arms(options.formats)
-    check_pattern(options.metric)
+    check_comparison(options.formats, options.metric)
     outcomes = compare(options)
     print_out(table_of(outcomes))
     return int(any(outcome.failure for of_arm in outcomes.values() for outcome in of_arm))
 
 
-def check_pattern(metric: str) -> None:
-    """Raises Refusal unless a text is a regular expression with at most one group."""
-    try:
-        groups = re.compile(metric).groups
-    except re.error as error:
-        raise Refusal(f"metric is {metric!r}, which is no regular expression: {error}") from error
-    if groups > 1:
-        raise Refusal(
-            f"metric is {metric!r}, which has {groups} groups: leave one, around the number, "
-            "and write others as (?:...)"
-        )
-
-
-def check_arms(arms: list[str]) -> None:
-    """Raises ValueError or Refusal for formats that cannot be compared. An arm is a text with one
-    or several places and formats."""
+def check_comparison(arms: list[str], metric: str) -> None:
+    """Raises ValueError or Refusal for formats that cannot be compared, and for a metric that is no
+    regular expression with at most one group. An arm is a text with one or several places and
+    formats."""
     if not arms:
         raise Refusal(
             "formats are missing: write them first, as in "
@@ -344,6 +331,15 @@ def check_arms(arms: list[str]) -> None:
         if {*arm.split()} in known:
             raise Refusal(f"formats has {arm!r} twice: name each once")
         known.append({*arm.split()})
+    try:
+        groups = re.compile(metric).groups
+    except re.error as error:
+        raise Refusal(f"metric is {metric!r}, which is no regular expression: {error}") from error
+    if groups > 1:
+        raise Refusal(
+            f"metric is {metric!r}, which has {groups} groups: leave one, around the number, "
+            "and write others as (?:...)"
+        )
 
 
 def print_out(text: str) -> None:

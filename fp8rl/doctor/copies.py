@@ -15,7 +15,6 @@ the script's float32 parameters. `keep` trains with such a copy (keep.py).
 import contextlib
 import importlib
 import inspect
-import math
 import random
 from collections.abc import Callable, Iterator
 
@@ -224,11 +223,6 @@ def state_checksums(optimizer: torch.optim.Optimizer) -> list[int]:
     return torch.stack([x.cpu() for x in sums]).tolist() if sums else []
 
 
-def tensors_in(x) -> list[torch.Tensor]:
-    """The tensors in nested lists and dicts."""
-    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, torch.Tensor)]
-
-
 def bytes_of(tensors: list[torch.Tensor]) -> int:
     """The bytes of tensors, also of those that keep their numbers in other tensors, as those of
     torchao do."""
@@ -252,10 +246,12 @@ def memory(optimizer, parameters: list[torch.Tensor]) -> tuple[float, int]:
     groups = [{**group, "params": []} for group in optimizer.param_groups]
     attributes = {**vars(optimizer), "param_groups": [], "state": {}}
     shapes = {p.shape for p in parameters}
-    total = bytes_of([x for x in tensors_in([groups, attributes]) if x.shape in shapes])
+    tensors = [x for x in tree_leaves([groups, attributes]) if isinstance(x, torch.Tensor)]
+    total = bytes_of([x for x in tensors if x.shape in shapes])
     in_float32 = 0
     for p in parameters:
-        kept = tensors_in([p, {**optimizer.state.get(p, {})}])
+        leaves = tree_leaves([p, {**optimizer.state.get(p, {})}])
+        kept = [x for x in leaves if isinstance(x, torch.Tensor)]
         total += bytes_of(kept)
         whole = [x for x in kept if x.numel() >= p.numel()]
         in_float32 += all(x.dtype == torch.float32 and type(x).__name__ in PLAIN for x in whole)
@@ -604,10 +600,12 @@ class CopyShadow(Shadow):
         """
         optimizer = self.watcher.optimizer
         rates = self.learning_rates / self.updates
-        pairs = zip(self.watcher.groups, rates, strict=False)
-        decays = [float(group.get("weight_decay") or 0) * lr for group, lr in pairs]
+        decays = [
+            float(group.get("weight_decay") or 0) * lr
+            for group, lr in zip(self.watcher.groups, rates, strict=False)
+        ]
         if not any(decays):
-            return math.nan
+            return np.nan
         number = int(np.argmax(decays))
         generator = torch.Generator(device="cpu").manual_seed(0)
         weights = torch.randn(64, 64, generator=generator, dtype=torch.float32, device="cpu")
@@ -629,7 +627,7 @@ class CopyShadow(Shadow):
                     copy.step(scheduled)
                 moved.append(copied.float() - before)
         except Exception:  # the decay is a note; the rate stands without it
-            return math.nan
+            return np.nan
         true, with_real = moved
         return float((with_real * true).sum() / true.square().sum())
 
@@ -646,7 +644,7 @@ def longest_steps(
     off. That is computed only where the result may be longer than `known`.
     """
     moved = torch._foreach_sub(after, before)
-    distances = torch.stack(torch._foreach_norm(moved, math.inf)).float().cpu().numpy()
+    distances = torch.stack(torch._foreach_norm(moved, torch.inf)).float().cpu().numpy()
     longest = np.divide(distances, lr, out=np.zeros_like(lr), where=lr > 0)
     if after[0].dtype == torch.float32:
         return longest

@@ -293,8 +293,10 @@ class SumShadow(GradientShadow):
         shares = np.nanmean(self.shares, axis=0)
         words = ["a step has one gradient, which is rounded once"] * len(shares)
         if count > 1:
-            added = f"a step adds up {count:,.0f} gradients"
-            words = [f"{added}, and {share:.2f} of the sum is left" for share in shares]
+            words = [
+                f"a step adds up {count:,.0f} gradients, and {share:.2f} of the sum is left"
+                for share in shares
+            ]
         return [
             finding._replace(why=f"{finding.why}; {text}")
             for finding, text in zip(findings, words, strict=True)

@@ -15,7 +15,6 @@ The training waits while a hook runs at every update. So a hook only records the
 updates of a window are replayed at the window's end, for all formats at once.
 """
 
-import collections
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -470,11 +469,11 @@ class AverageShadow(Shadow):
         self.ruler.add(moved, self.true, lost, steps=steps)
         self.begin_window()
 
-    def findings(self, tolerates: tuple[float, float], names: collections.Counter) -> list[Finding]:
+    def findings(self, tolerates: tuple[float, float], names: dict[str, int]) -> list[Finding]:
         """The findings so far. `names` counts the averages of each name in a report."""
         self.replay()
-        names[str(self)] += 1
-        count = names[str(self)]
+        count = names.get(str(self), 0) + 1
+        names[str(self)] = count
         self.title = str(self) if count == 1 else f"{self} [{count}]"
         return with_cures(judge_all(self.title, self.ruler, tolerates, self.length))
 
@@ -532,14 +531,15 @@ class AverageSearch(Shadow):
             ids = {id(p) for p in parameters}
             if not all(is_plain(p, self.watcher.device) for p in parameters):
                 continue
+            kind = type(module), tuple(p.shape for p in parameters)
             if ids & self.watcher.keys:
-                sources.setdefault(kind_of(module), []).append(module)
+                sources.setdefault(kind, []).append(module)
             elif ids and not ids & trained:
-                others.append((ids, module))
+                others.append((ids, kind, module))
         # The largest modules first, so that a part of an average is not listed by itself
-        for ids, module in sorted(others, key=lambda pair: -len(pair[0])):
+        for ids, kind, module in sorted(others, key=lambda other: -len(other[0])):
             if not ids & self.known:
-                for source in sources.get(kind_of(module), ()):
+                for source in sources.get(kind, ()):
                     self.known |= ids
                     average = AverageShadow(
                         f"average of {type(module).__name__}",
@@ -568,8 +568,3 @@ def is_plain(x: torch.Tensor, device: torch.device) -> bool:
         and x.layout == torch.strided
         and x.untyped_storage().nbytes() >= 4 * x.numel()
     )
-
-
-def kind_of(module: nn.Module) -> tuple:
-    """The class of a module, with the shapes of its parameters."""
-    return type(module), tuple(p.shape for p in module.parameters())

@@ -14,7 +14,6 @@ rounded, with the word `stored` or without it. A real optimizer is written as in
 "optimizer=torchao-8bit" or "model=bf16" (catalogue.py).
 """
 
-import collections
 import functools
 import json
 import weakref
@@ -353,17 +352,17 @@ class Doctor(Hooks):
         """The findings so far, of the optimizers that the script had to the end, and notes."""
         report = Report()
         averages = []
-        not_judged = collections.defaultdict(list)  # names by reason
+        not_judged: dict[str, list[str]] = {}  # names by reason
         for patient in self.patients:
             watcher = patient.watcher
             if watcher is None:
-                not_judged[patient.reason].append(patient.name)
+                not_judged.setdefault(patient.reason, []).append(patient.name)
                 continue
             findings = self.findings_of(watcher)
             report += findings
             report.notes += notes_on(watcher, bool(findings))
             averages += averages_beside(watcher)
-        names: collections.Counter[str] = collections.Counter()
+        names: dict[str, int] = {}  # how many averages have each name
         for average in averages:
             report += average.findings(self.tolerates, names)
         for reason, patients in not_judged.items():
@@ -440,8 +439,7 @@ def notes_on(watcher: Watcher, has_findings: bool) -> list[str]:
         notes.append(f"not judged, because not float32: {listed(watcher.not_float32)}")
     if watcher.joined:
         notes.append(f"not followed: {listed([*watcher.joined.values()])}")
-    searches = [shadow for shadow in watcher.shadows if isinstance(shadow, AverageSearch)]
-    notes += [search.trouble for search in searches if search.trouble]
+    notes += [x.trouble for x in watcher.shadows if isinstance(x, AverageSearch) and x.trouble]
     if not watcher.is_adam:
         notes.append(
             "only its weights are judged: moments are followed of Adam and AdamW without amsgrad"

@@ -138,7 +138,15 @@ class Watcher:
         self.reference = weakref.ref(optimizer)
         self.kind = type(optimizer).__name__
         self.modules = [weakref.ref(module) for module in modules]
-        self.is_in_proportion = steps_in_proportion(optimizer)
+        # Whether it makes twice the step at twice the learning rate. Those that do not are known by
+        # the name of their class or of one that it inherits from, by the option `relative_step` of
+        # an Adafactor, the option `d0` of a class that estimates its learning rate, or because they
+        # have no learning rate.
+        names = {kind.__name__ for kind in type(optimizer).__mro__}
+        self.is_in_proportion = not NOT_IN_PROPORTION & names and not any(
+            group.get("relative_step") or group.get("lr") is None or "d0" in group
+            for group in optimizer.param_groups
+        )
         self.is_adam = isinstance(optimizer, torch.optim.Adam) and not any(
             group["amsgrad"] for group in optimizer.param_groups
         )  # AdamW is an Adam, too
@@ -297,21 +305,6 @@ def alive(references: list[weakref.ref]) -> list:
     """What weak references hold; nothing once one of them is gone."""
     held = [reference() for reference in references]
     return [] if any(x is None for x in held) else held
-
-
-def steps_in_proportion(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer makes twice the step at twice the learning rate.
-
-    Optimizers that do not are known by the name of their class or of one that it inherits from, by
-    the option `relative_step` of an Adafactor, the option `d0` of a class that estimates its
-    learning rate, or because they have no learning rate.
-    """
-    if NOT_IN_PROPORTION & {kind.__name__ for kind in type(optimizer).__mro__}:
-        return False
-    return not any(
-        group.get("relative_step") or group.get("lr") is None or "d0" in group
-        for group in optimizer.param_groups
-    )
 
 
 def dense(parameters: list[torch.Tensor], tensors: list[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -27,7 +27,6 @@ log-probability. The other symptoms are measured without these tokens.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -74,7 +73,7 @@ class Seen(NamedTuple):
     value: float
     limit: float
     says: str
-    share: float = math.nan
+    share: float = np.nan
 
     @property
     def is_seen(self) -> bool:
@@ -221,16 +220,6 @@ class Aligned(Gap):
         enough = np.flatnonzero(counts >= FEW_SEQUENCES)
         return enough, sums[enough] / counts[enough]
 
-    @property
-    def is_repeated(self) -> np.ndarray:
-        """Where a token has the number of a token before it in the same sequence, [S, T]."""
-        rows, places = np.nonzero(self.mask)
-        numbers, kind = np.unique(self.tokens[self.mask], return_inverse=True)
-        _, first = np.unique(rows * len(numbers) + kind, return_index=True)
-        is_repeated = self.mask.copy()
-        is_repeated[rows[first], places[first]] = False
-        return is_repeated
-
     def median(self, start: int, stop: int | None = None) -> float:
         """The median score at these positions, over sequences: a few do not change it."""
         scores = self.centred[:, start:stop][self.mask[:, start:stop]]
@@ -300,7 +289,7 @@ def measure(name: str, gap: Aligned) -> Seen | None:
         value=float(numbers["value"]),
         limit=max(row.limit, float(numbers.get("chance", 0.0))),
         says=row.sentence.format(**numbers),
-        share=float(numbers.get("share", math.nan)),
+        share=float(numbers.get("share", np.nan)),
     )
 
 
@@ -547,7 +536,12 @@ def seen_before(gap: Aligned) -> dict | None:
     """
     if gap.tokens is None or gap.sequences < FEW_SEQUENCES:
         return None
-    is_repeated = gap.is_repeated
+    # Where a token has the number of a token before it in the same sequence, [S, T]
+    is_repeated = gap.mask.copy()
+    rows, places = np.nonzero(gap.mask)
+    numbers, kind = np.unique(gap.tokens[gap.mask], return_inverse=True)
+    _, first = np.unique(rows * len(numbers) + kind, return_index=True)
+    is_repeated[rows[first], places[first]] = False
     relative = np.clip(gap.log_ratio / np.maximum(gap.typical, TINY), -3.0, 3.0)
 
     def without_bins(x: np.ndarray) -> np.ndarray:
