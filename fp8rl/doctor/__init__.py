@@ -80,7 +80,7 @@ def check_formats(formats: Iterable[str], places: tuple[str, ...]) -> tuple[str,
     if not all(is_single) or not 0 < len(formats) == len({*formats}):
         raise ValueError(
             f"formats is {' '.join(formats)!r}: give each place and format once, "
-            "as in weights=bf16 v=e5m2, in Python as a string of its own"
+            "as in weights=bf16 v=e5m2; in Python, each is a string of its own"
         )
     for text in formats:
         if is_real(text):

@@ -361,7 +361,7 @@ class Hooks:
         self.hooks.append(register(left_out))
 
     def stop(self) -> None:
-        """Removes the hooks."""
+        """Removes the hooks. What was measured stays."""
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
