@@ -338,7 +338,7 @@ def mismatch(
     if precision is not None and precision not in BITS_LEFT:
         try:
             bits = float(precision)
-        except ValueError:
+        except (TypeError, ValueError):
             bits = math.nan
         if not math.isfinite(bits):
             raise ValueError(
