@@ -1,4 +1,4 @@
-"""What does `fp8rl.dumps.mismatch` say of dumps of a real decoder, of which the truth is known?
+"""What does `fp8rl.dumps` say of dumps of a real decoder, of which the truth is known?
 
 A decoder like Llama learns the text of Python's standard library, and transformers, torchao and
 optimum-quanto run it: as an actor that samples with a cache, in 16 bits or quantized, and as a
@@ -47,7 +47,7 @@ from results import origin, table_of
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fp8rl.dumps.mismatch import MismatchReport, mismatch
+from fp8rl.dumps import MismatchReport, mismatch
 
 PAD, END, BEGIN = range(3)
 VOCABULARY = 512
@@ -483,7 +483,7 @@ SLIDING_WINDOW = 24  # tokens
 FIRST_TURN, SECOND_TURN = 48, 56  # tokens around a tool's reply
 
 Arrays = dict[str, np.ndarray]
-# Kinds of the report (MEANING in fp8rl/dumps/mismatch.py) that count as right for several bugs
+# Kinds of the report (MEANING in fp8rl/dumps/__init__.py) that count as right for several bugs
 OF_PROMPT = "beginning", "template", "other", "precision"
 OF_WEIGHTS = "other", "precision"
 OF_OLD_WEIGHTS = "stale", "other", "precision"

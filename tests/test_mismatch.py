@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fp8rl.doctor import mismatch
+from fp8rl.dumps import MEANING, judge
 from fp8rl.dumps.dump import Gap
-from fp8rl.dumps.mismatch import MEANING, judge
 from fp8rl.dumps.symptoms import Seen
 
 LEARNER = np.log([[0.5, 0.2, 0.9], [0.3, 0.6, 0.1]])

@@ -41,7 +41,7 @@ EXAMPLES = (
     "replay.ring",
     "bits.low_bit_adam",
     "doctor.watch",
-    "dumps.mismatch",
+    "dumps",
     "sequences.laboratory",
 )
 

@@ -179,7 +179,7 @@ FOUND = [  # a training, a real optimizer, its word, its rate, and part of its l
 NOT_JUDGED = [  # it cannot stand for the script's class
     (watched, "torch.optim:SGD", "SGD has no betas"),
     (sgd, "torch.optim:Adam", "Adam has betas"),
-    (sgd, "torch.optim:Nothing", "has no Nothing"),
+    (sgd, "torch.optim:Nothing", "has no attribute 'Nothing'"),
     (sgd, "torch:Tensor", "no optimizer"),
     (sgd, "torch.optim:SGD:speed=1", "no option speed"),
     (sgd, f"{HERE}:Failing", "failed in step 1 (RuntimeError: there is no GPU)"),

@@ -11,8 +11,8 @@ import pytest
 import torch
 from results import ROOT
 
+from fp8rl.dumps import mismatch
 from fp8rl.dumps.dump import read_dump
-from fp8rl.dumps.mismatch import mismatch
 
 
 class TrainerOfTwoSteps:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers import run_doctor
 
-from fp8rl.dumps.mismatch import mismatch
+from fp8rl.dumps import mismatch
 from fp8rl.dumps.rules import RULES, VERSIONS, weigh
 
 RATIO = np.array([[4.0, 0.6, 1.0], [2.0, 2.0, 2.0], [0.4, 0.4, 1.0]])

@@ -13,11 +13,11 @@ MODULES = {
     "Doctor": "fp8rl.doctor",
     "Format": "fp8rl.bits.formats",
     "LowBitAdam": "fp8rl.bits.low_bit_adam",
-    "MismatchReport": "fp8rl.dumps.mismatch",
+    "MismatchReport": "fp8rl.dumps",
     "PlaceFormat": "fp8rl.bits.places",
     "Places": "fp8rl.bits.places",
     "format_of": "fp8rl.bits.formats",
-    "mismatch": "fp8rl.dumps.mismatch",
+    "mismatch": "fp8rl.dumps",
     "places_of": "fp8rl.bits.places",
 }
 __all__ = [*MODULES]

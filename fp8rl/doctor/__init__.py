@@ -6,26 +6,30 @@
 `python -m fp8rl.doctor` does both for scripts of anybody, and compares log-probabilities (dumps/).
 README.md beside this file shows how to use them. Nothing here needs more of the package than bits/.
 
-This file has what the command and the script's process share: errors of one line, and the file of a
-report. It needs neither torch nor NumPy.
+This file has what the command and the script's process share: errors of one line, which formats can
+be judged, and the file of a report. It needs neither torch nor NumPy.
 """
 
 import contextlib
 import importlib
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-# The file of each name. It is imported when the name is used for the first time, because the
-# command must not import torch before the script does.
+from ..bits.catalogue import is_real, read_real_optimizer
+from ..bits.notation import OF_BLOCKS, read_entries
+
+# The file of each name. It is imported when the name is used, because the command must not import
+# torch before the script does.
 FILES = {
     "Doctor": ".watch",
     "FORMATS": ".watch",
     "Finding": ".findings",
     "Keep": ".keep",
     "Report": ".findings",
-    "MismatchReport": "..dumps.mismatch",
-    "mismatch": "..dumps.mismatch",
+    "MismatchReport": "..dumps",
+    "mismatch": "..dumps",
     "read_dump": "..dumps.dump",
 }
 __all__ = list(FILES)
@@ -34,21 +38,14 @@ NO_STEP = "no optimizer of torch made a step"
 
 
 def __getattr__(name: str):
-    """A name that has not been used before (PEP 562)."""
+    """One of the names in `FILES` (PEP 562)."""
     if name not in FILES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(FILES[name], __name__), name)
-    globals()[name] = value
-    return value
+    return getattr(importlib.import_module(FILES[name], __name__), name)
 
 
 class Refusal(Exception):
     """An error in the command, with a message of one line."""
-
-
-def reason(error: Exception) -> str:
-    """Why something failed, in one line, without a number or a path."""
-    return getattr(error, "strerror", None) or first_line(error)
 
 
 def first_line(error: BaseException) -> str:
@@ -72,10 +69,41 @@ def say(text: str) -> None:
         print(text, file=file)
 
 
+def check_formats(formats: Iterable[str], places: tuple[str, ...]) -> tuple[str, ...]:
+    """The formats that a doctor judges, such as "weights=bf16" or a real optimizer's "model=bf16".
+
+    `places` are those that may have a format. Raises ValueError for a place, format or real
+    optimizer that does not exist, for one that is given twice, and for a format in blocks.
+    """
+    formats = tuple(formats)
+    is_single = [len(text.split()) == 1 for text in formats]
+    if not all(is_single) or not 0 < len(formats) == len({*formats}):
+        raise ValueError(
+            f"formats is {' '.join(formats)!r}: give each place and format once, "
+            "as in weights=bf16 v=e5m2; in Python, each is a string of its own"
+        )
+    for text in formats:
+        if is_real(text):
+            read_real_optimizer(text)
+            continue
+        (entry,) = read_entries(text, places)
+        exponent, _ = entry.bits
+        # Formats with 8 bits of exponent have no scale, and so no blocks
+        of_blocks = OF_BLOCKS & {*entry.words}
+        if of_blocks and "unscaled" not in entry.words and exponent < 8:
+            (word,) = of_blocks
+            raise ValueError(
+                f"formats has {text}: leave {word} out, the doctor follows a sample of each tensor"
+            )
+    return formats
+
+
 def report_as_json(optimizers: list[dict], notes: list[str], averages: list[dict] = ()) -> str:
     """The text of a report's file."""
-    content = {"kind": REPORT_KIND, "optimizers": optimizers, "averages": averages, "notes": notes}
-    return json.dumps(content, indent=1)
+    return json.dumps(
+        {"kind": REPORT_KIND, "optimizers": optimizers, "averages": averages, "notes": notes},
+        indent=1,
+    )
 
 
 def write_report(path: Path, text: str) -> None:
@@ -85,4 +113,4 @@ def write_report(path: Path, text: str) -> None:
         unfinished.write_text(text)
         unfinished.replace(path)
     except OSError as error:
-        raise Refusal(f"json is {path}, which cannot be written: {reason(error)}") from error
+        raise Refusal(f"json is {path}, which cannot be written: {error.strerror}") from error

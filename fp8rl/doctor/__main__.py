@@ -16,7 +16,7 @@ have the hooks that do so.
 happened (compare.py).
 
 `mismatch` reads a learner's and an actor's log-probabilities of the same tokens and says whether
-they differ by rounding or by a bug (dumps/mismatch.py). With `--stacks` it also says what RL stacks
+they differ by rounding or by a bug (dumps/). With `--stacks` it also says what RL stacks
 do with the tokens (dumps/rules.py).
 
 A module is run with `-m`, as in `watch -m package.train`. Everything in the command is checked
@@ -38,9 +38,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from ..bits.catalogue import catalogue_as_text, is_real, read_real_optimizer, split_real
+from ..bits.catalogue import catalogue_as_text, read_real_optimizer, split_real
 from ..bits.notation import (
-    OF_BLOCKS,
     OPERANDS,
     SAMPLE,
     STATE,
@@ -50,7 +49,7 @@ from ..bits.notation import (
     check_tolerance,
     read_entries,
 )
-from . import Refusal, first_line, reason, say, write_report
+from . import Refusal, check_formats, first_line, say, write_report
 
 EXAMPLES = """\
 examples:
@@ -89,21 +88,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    explanations = {
-        "watch": "Run a script that trains in float32. At the end, report on stderr at which "
-        "factor of its learning rate it would learn with each place in each format.",
-        "keep": "Run a script with places kept in few bits, or with a real optimizer in place of "
-        "its own.",
-        "compare": "Train a script in float32 and with each format really kept, and say whether "
-        "what `watch` has said came true. The logs are kept in the folder compare-SCRIPT, so the "
-        "same command goes on where it was stopped.",
-        "mismatch": "Compare a learner's and an actor's log-probabilities of the same tokens: do "
-        "they differ by rounding or by a bug?",
-    }
     watch = commands.add_parser(
         "watch",
         help="train in float32, and report what few bits would change",
-        description=explanations["watch"],
+        description="Run a script that trains in float32. At the end, report on stderr at which "
+        "factor of its learning rate it would learn with each place in each format.",
     )
     watch.add_argument(
         "--list",
@@ -138,7 +127,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     keep = commands.add_parser(
         "keep",
         help="train with few bits: an emulation, or a real optimizer",
-        description=explanations["keep"],
+        description="Run a script with places kept in few bits, or with a real optimizer in place "
+        "of its own.",
     )
     keep.add_argument(
         "formats",
@@ -148,8 +138,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     comparison = commands.add_parser(
         "compare",
         help="does what `watch` says come true? A table",
-        description=explanations["compare"],
-        usage=COMPARE_USAGE,
+        description="Train a script in float32 and with each format really kept, and say whether "
+        "what `watch` has said came true. The logs are kept in the folder compare-SCRIPT, so the "
+        "same command goes on where it was stopped.",
+        usage="python -m fp8rl.doctor compare FORMAT [FORMAT ...] --metric REGEX [options] [-m] "
+        "script ...",
         allow_abbrev=False,
     )
     comparison.add_argument(
@@ -179,7 +172,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     dump = commands.add_parser(
         "mismatch",
         help="do log-probabilities of the same tokens differ by rounding or by a bug?",
-        description=explanations["mismatch"],
+        description="Compare a learner's and an actor's log-probabilities of the same tokens: do "
+        "they differ by rounding or by a bug?",
     )
     dump.add_argument(
         "dump",
@@ -201,34 +195,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     dump.add_argument(
         "--precision",
-        type=number_or_word,
         help="what both programs compute in: fp32, tf32, fp16, bf16, int8, fp8, int4 or fp4; or "
         "the bits that you expect, such as 5.4; then a gap that this cannot explain is a bug",
     )
     dump.add_argument("--json", type=Path, metavar="FILE", help="also write the report to a file")
-    formats = []
     if arguments[:1] == ["compare"]:
-        formats, others = split_formats(arguments[1:])
-        arguments = ["compare", *others]
-    options = parser.parse_args(arguments or ["--help"])
-    if options.command == "compare":
-        options.formats = formats
+        # The formats come first. One has an equals sign, and an option begins with a dash
+        words = arguments[1:]
+        formats = list(itertools.takewhile(lambda w: "=" in w and not w.startswith("-"), words))
+        options = parser.parse_args(["compare", *words[len(formats) :]])
+        options.formats = [" ".join(text.split()) for text in formats]
+    else:
+        options = parser.parse_args(arguments or ["--help"])
     if options.command != "mismatch":
         check_script(options)
     return options
-
-
-COMPARE_USAGE = """\
-python -m fp8rl.doctor compare FORMAT [FORMAT ...] --metric REGEX [options] [-m] script ..."""
-
-
-def split_formats(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The formats at the beginning of the arguments of `compare`, and the other arguments.
-
-    A format has an equals sign, and an option begins with a dash.
-    """
-    formats = list(itertools.takewhile(lambda w: "=" in w and not w.startswith("-"), arguments))
-    return [" ".join(text.split()) for text in formats], arguments[len(formats) :]
 
 
 def seeds_of(text: str) -> tuple[int, ...]:
@@ -264,66 +245,41 @@ def launch(options: argparse.Namespace, arguments: dict, report: Path | None = N
         raise Refusal("the package numpy is missing: pip install numpy")
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise Refusal("Python's options -E, -I and -S keep the doctor out: leave them out")
-    doctor = {
-        "command": options.command,
-        "arguments": arguments,
-        "json": str(report.absolute()) if report else None,
-    }
     bootstrap = Path(__file__).parent / "bootstrap"
     paths = os.environ.get("PYTHONPATH")
-    attached = {"doctor": doctor, "package": str(bootstrap.parents[2]), "PYTHONPATH": paths}
+    attached = {
+        "doctor": {
+            "command": options.command,
+            "arguments": arguments,
+            "json": str(report.absolute()) if report else None,
+        },
+        "package": str(bootstrap.parents[2]),
+        "PYTHONPATH": paths,
+    }
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(bootstrap), paths))),
         "FP8RL_DOCTOR": json.dumps(attached),
     }
+    # What stands before this command's own arguments, as in `python -u -m fp8rl.doctor`. At the end
+    # is -m with the name of this package, in one word or in two
+    python = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
+    python = python[:-2] if python[-2:-1] == ["-m"] else python[:-1]
     script = ["-m", options.script] if options.is_module else [options.script]
-    words = [sys.executable, *options_of_python(), *script, *options.arguments]
+    words = [sys.executable, *python, *script, *options.arguments]
     os.execve(sys.executable, words, environment)
-
-
-def options_of_python() -> list[str]:
-    """The options with which Python runs this command, such as -u in `python -u -m
-    fp8rl.doctor`."""
-    words = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
-    # At the end of them is -m with the name of this package, in one word or in two
-    return words[:-2] if words[-2:-1] == ["-m"] else words[:-1]
 
 
 def run_watch(options: argparse.Namespace) -> NoReturn:
     """Runs a script that trains in float32, which reports on stderr."""
-    formats = formats_to_watch(options.formats)
+    formats = ()  # those that `Doctor` judges by itself
+    if options.formats is not None:
+        formats = check_formats(options.formats.split(), (*STATE, *SUMS))
     tolerates = check_tolerance(options.tolerates)
     if options.json:
         check_report_can_be_written(options.json)
     sample = check_sample(options.sample)
     arguments = {"formats": formats, "tolerates": tolerates, "sample": sample}
     launch(options, arguments, options.json)
-
-
-def formats_to_watch(text: str | None) -> tuple[str, ...]:
-    """The places and formats that --formats names; none if it is not given, which means those that
-    `Doctor` judges by itself. Raises ValueError or Refusal for what it cannot judge."""
-    if text is None:
-        return ()
-    formats = tuple(text.split())
-    if not formats or len(formats) > len({*formats}):
-        raise Refusal(
-            f"formats is {text!r}: give each place and format once, as in 'weights=bf16 v=e5m2'"
-        )
-    for text in formats:
-        if is_real(text):
-            read_real_optimizer(text)
-            continue
-        (entry,) = read_entries(text, (*STATE, *SUMS))
-        exponent, _ = entry.bits
-        # Formats with 8 bits of exponent have no scale, and so no blocks
-        of_blocks = OF_BLOCKS & {*entry.words}
-        if of_blocks and "unscaled" not in entry.words and exponent < 8:
-            (word,) = of_blocks
-            raise Refusal(
-                f"formats has {text}: leave {word} out, the doctor follows a sample of each tensor"
-            )
-    return formats
 
 
 def run_keep(options: argparse.Namespace) -> NoReturn:
@@ -353,15 +309,28 @@ def run_compare(options: argparse.Namespace) -> int:
     (`compare`)."""
     from .compare import compare, table_of
 
-    check_arms(options.formats)
-    check_pattern(options.metric)
+    check_comparison(options.formats, options.metric)
     outcomes = compare(options)
     print_out(table_of(outcomes))
     return int(any(outcome.failure for of_arm in outcomes.values() for outcome in of_arm))
 
 
-def check_pattern(metric: str) -> None:
-    """Raises Refusal unless a text is a regular expression with at most one group."""
+def check_comparison(arms: list[str], metric: str) -> None:
+    """Raises ValueError or Refusal for formats that cannot be compared, and for a metric that is no
+    regular expression with at most one group. An arm is a text with one or several places and
+    formats."""
+    if not arms:
+        raise Refusal(
+            "formats are missing: write them first, as in "
+            'compare weights=bf16 v=bf16 --metric "loss (\\S+)" train.py'
+        )
+    known = []
+    for arm in arms:
+        check_formats_to_keep(arm)
+        check_formats(arm.split(), (*STATE, *SUMS))
+        if {*arm.split()} in known:
+            raise Refusal(f"formats has {arm!r} twice: name each once")
+        known.append({*arm.split()})
     try:
         groups = re.compile(metric).groups
     except re.error as error:
@@ -373,24 +342,6 @@ def check_pattern(metric: str) -> None:
         )
 
 
-def check_arms(arms: list[str]) -> None:
-    """Raises ValueError or Refusal for formats that cannot be compared. An arm is a text with one
-    or several places and formats."""
-    if not arms:
-        raise Refusal(
-            "formats are missing: write them first, as in "
-            'compare weights=bf16 v=bf16 --metric "loss (\\S+)" train.py'
-        )
-    known = []
-    for arm in arms:
-        check_formats_to_keep(arm)
-        for text in arm.split():
-            formats_to_watch(text)
-        if {*arm.split()} in known:
-            raise Refusal(f"formats has {arm!r} twice: name each once")
-        known.append({*arm.split()})
-
-
 def print_out(text: str) -> None:
     """Prints lines to stdout. Raises Refusal if that is not possible, but not if their reader has
     seen enough, as `head` has."""
@@ -400,7 +351,7 @@ def print_out(text: str) -> None:
         # What is left in the buffer would fail once more at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
-            raise Refusal(f"stdout cannot be written: {reason(error)}") from error
+            raise Refusal(f"stdout cannot be written: {error.strerror}") from error
 
 
 def check_report_can_be_written(path: Path) -> None:
@@ -414,17 +365,10 @@ def check_report_can_be_written(path: Path) -> None:
         raise Refusal(f"json is {path}, which cannot be written: name a folder that can")
 
 
-def number_or_word(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def run_mismatch(options: argparse.Namespace) -> int:
     """Prints the report on a dump of log-probabilities to stdout."""
+    from ..dumps import mismatch
     from ..dumps.dump import read_dump
-    from ..dumps.mismatch import mismatch
 
     if options.json:
         check_report_can_be_written(options.json)

@@ -10,29 +10,48 @@ import importlib.util
 import os
 import signal
 import sys
-import types
-from collections.abc import Callable
 from pathlib import Path
 
 from . import NO_STEP, Refusal, first_line, report_as_json, say, write_report
 
-# What schedulers and terminals send
-ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # what schedulers and terminals send
 
 
-class AfterTorch:
-    """Calls a function once, right after the script has imported torch.
+class Attached:
+    """Hooks on torch's optimizers, and what is said of them at the end of the process.
 
-    It is a finder of sys.meta_path: it lets the other finders find torch, and has torch's loader
-    call the function after torch's code.
+    `command`    watch or keep; Doctor and Keep are in the files of these names
+    `arguments`  arguments of Doctor or Keep
+    `json`       the file for the report of `watch`; None if it is not written
+
+    It is a finder of sys.meta_path, too, which waits for torch. `hooks` is None as long as the
+    script has not imported torch.
     """
 
-    def __init__(self, function: Callable[[], None]):
-        self.function = function
-        self.is_searching = False
+    def __init__(self, command: str, arguments: dict, json: str | None = None):
+        self.command = command
+        self.arguments = arguments
+        self.json = json
+        self.reports = os.environ.get("RANK", "0") == "0"  # only the first rank of torchrun
+        self.process = os.getpid()
+        self.is_searching = False  # whether the other finders are looking for torch
+        self.hooks = None
+        self.context = contextlib.ExitStack()
+
+    def install(self) -> None:
+        """Prepares for torch's import, for the end of the process, and for signals that end it."""
+        sys.meta_path.insert(0, self)
+        atexit.register(self.end)  # the first that is registered is called last
+        if self.command == "watch":
+            self.handle_signals()
 
     def find_spec(self, name: str, path=None, target=None):
-        """The other finders' answer for torch, and None for any other module."""
+        """Has `attach` called once, right after the script has imported torch.
+
+        Python calls this for each module that is imported, because sys.meta_path has this object.
+        It returns the other finders' answer for torch, whose loader is to call `attach` after
+        torch's code, and None for any other module.
+        """
         if name != "torch" or self.is_searching:
             return None
         self.is_searching = True
@@ -44,41 +63,14 @@ class AfterTorch:
             return spec
         loader = spec.loader
 
-        def exec_module(module: types.ModuleType) -> None:
+        def exec_module(module) -> None:
             del loader.exec_module  # the class has the loader's own
             loader.exec_module(module)
             sys.meta_path.remove(self)  # not before: a script may try again after an error
-            self.function()
+            self.attach()
 
         loader.exec_module = exec_module
         return spec
-
-
-class Attached:
-    """Hooks on torch's optimizers, and what is said of them at the end of the process.
-
-    `command`    watch or keep; Doctor and Keep are in the files of these names
-    `arguments`  arguments of Doctor or Keep
-    `json`       the file for the report of `watch`; None if it is not written
-
-    `hooks` is None as long as the script has not imported torch.
-    """
-
-    def __init__(self, command: str, arguments: dict, json: str | None = None):
-        self.command = command
-        self.arguments = arguments
-        self.json = json
-        self.reports = os.environ.get("RANK", "0") == "0"  # only the first rank of torchrun
-        self.process = os.getpid()
-        self.hooks = None
-        self.context = contextlib.ExitStack()
-
-    def install(self) -> None:
-        """Prepares for torch's import, for the end of the process, and for signals that end it."""
-        sys.meta_path.insert(0, AfterTorch(self.attach))
-        atexit.register(self.end)  # the first that is registered is called last
-        if self.command == "watch":
-            self.handle_signals()
 
     def attach(self) -> None:
         """Makes the hooks, right after the script has imported torch."""
@@ -124,10 +116,10 @@ class Attached:
         """Says what `watch` has found."""
         if not self.reports:
             return
-        notes = [f"{NO_STEP}: there is nothing to judge"]
-        text = notes[0]
-        content = report_as_json([], notes)
-        if self.hooks is not None:
+        if self.hooks is None:
+            text = f"{NO_STEP}: there is nothing to judge"
+            content = report_as_json([], [text])
+        else:
             findings = self.hooks.report()
             text = str(findings)
             content = self.hooks.to_json(findings)
@@ -137,11 +129,9 @@ class Attached:
 
     def require_change(self) -> None:
         """Raises Refusal if `keep` has not, or not wholly, done what was asked for."""
-        if self.hooks is None:
+        if self.hooks is None or not self.hooks.names:
             raise Refusal(f"{NO_STEP}: nothing was changed")
-        if self.hooks.refusal:
-            raise Refusal(self.hooks.refusal)
-        if complaint := self.hooks.complaint():
+        if complaint := self.hooks.refusal or self.hooks.complaint():
             raise Refusal(complaint)
 
     def handle_signals(self) -> None:
@@ -159,14 +149,11 @@ class Attached:
         def unblock() -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before.pop())
 
-        def begin_fork() -> None:
-            self.put_back_handlers()
-            unblock()
-
         for number in ENDINGS:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, self.end_by_signal)
-        os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=begin_fork)
+        os.register_at_fork(after_in_child=self.put_back_handlers)  # before it unblocks them
+        os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock)
 
     def end_by_signal(self, number: int, frame) -> None:
         """Reports, and ends the process by the signal, whose exit code it has."""

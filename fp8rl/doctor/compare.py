@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,9 +36,6 @@ CLAIMS = {
     "stalls": True,
     "diverges": True,
 }
-LOSS = 0.1  # an arm is worse if it loses more than this share of what float32 gains
-AROUND_NUMBERS = " \t[](){},;:%'\""  # what a script may print around a number, as in [21.]
-DOCTOR = "fp8rl.doctor:"  # how a line of the doctor begins, or the report of `watch`
 
 
 class Words(NamedTuple):
@@ -117,7 +113,7 @@ def outcome_of(options: argparse.Namespace, folder: Path, arm: str, seed: int | 
             report.unlink(missing_ok=True)
             words.insert(1, f"--json={report}")
         train(arm, words, log)
-    text = log.read_text(encoding="utf-8", errors="replace").partition(f"\n{DOCTOR}")[0]
+    text = log.read_text(encoding="utf-8", errors="replace").partition("\nfp8rl.doctor:")[0]
     said = words_of(report, log) if is_watched else {}
     return Outcome(numbers_in(text, options.metric, log), said)
 
@@ -141,7 +137,7 @@ def train(arm: str, words: list[str], log: Path) -> None:
         )
     if ended.returncode:
         text = unfinished.read_text(encoding="utf-8", errors="replace")
-        lines = text.partition(f"\n{DOCTOR}\n")[0].strip().splitlines() or ["no output"]
+        lines = text.partition("\nfp8rl.doctor:\n")[0].strip().splitlines() or ["no output"]
         raise Refusal(
             f"{arm} failed with exit code {ended.returncode}: {lines[-1][-160:]} "
             f"(its output: {unfinished})"
@@ -156,7 +152,8 @@ def numbers_in(text: str, metric: str, log: Path) -> list[float]:
     for match in re.finditer(metric, text, re.MULTILINE):
         found = match[match.re.groups] or ""
         try:
-            numbers.append(float(found.strip(AROUND_NUMBERS)))
+            # A script may print a number as in [21.]
+            numbers.append(float(found.strip(" \t[](){},;:%'\"")))
         except ValueError as error:
             raise Refusal(
                 f"metric is {metric!r}, which finds {found!r} in {log}: "
@@ -181,18 +178,15 @@ def words_of(path: Path, log: Path) -> dict[str, Words]:
     report = json.loads(path.read_text())
     if report["kind"] != REPORT_KIND:
         raise Refusal(f"report is {path}, a {report['kind']}: remove it and {log}")
-    said: dict[str, Words] = {}
-    for finding in [each for optimizer in report["optimizers"] for each in optimizer["findings"]]:
-        text = f"{finding['place']}={finding['format']}"
-        rate = math.nan if finding["rate"] is None else finding["rate"]
-        words = Words(rate, finding["verdict"])
-        if text not in said or severity(words.word) > severity(said[text].word):
-            said[text] = words
-    return said
-
-
-def severity(word: str) -> int:
-    return [*CLAIMS].index(word) if word in CLAIMS else 0
+    findings = [each for optimizer in report["optimizers"] for each in optimizer["findings"]]
+    findings.sort(key=lambda finding: [*CLAIMS].index(finding["verdict"]))
+    # The last one of a place and format, which is the worst, is left
+    return {
+        f"{finding['place']}={finding['format']}": Words(
+            math.nan if finding["rate"] is None else finding["rate"], finding["verdict"]
+        )
+        for finding in findings
+    }
 
 
 # What was lost, and what was claimed
@@ -223,12 +217,12 @@ def share_lost(exact: list[Outcome], kept: list[Outcome]) -> float:
     return lost / gain if math.isfinite(lost) else math.inf
 
 
-def claim_of(words: Iterable[str]) -> bool | None:
+def claim_of(words: list[str]) -> bool | None:
     """Whether words claim a loss, for formats that are kept at once.
 
     One claim of a loss is enough. They claim none only if each of them does.
     """
-    claims = [CLAIMS.get(word) for word in words]
+    claims = [CLAIMS[word] for word in words]
     if True in claims:
         return True
     return None if None in claims or not claims else False
@@ -239,6 +233,7 @@ def claim_of(words: Iterable[str]) -> bool | None:
 
 def table_of(outcomes: dict[str, list[Outcome]]) -> str:
     """The table in Markdown, and how often the words held."""
+    tolerated = 0.1  # an arm is worse if it loses more than this share of what float32 gains
     exact = outcomes[FLOAT32]
     rows = [("format", "rate", "word", "outcome", FLOAT32, "lost", "did the word hold")]
     rows.append(["---"] * len(rows[0]))
@@ -249,13 +244,13 @@ def table_of(outcomes: dict[str, list[Outcome]]) -> str:
         missing = Words(math.nan, NOT_JUDGED)
         said = [[one.said.get(part, missing) for part in arm.split()] for one in exact]
         lost = share_lost(exact, kept)
-        claims = [claim_of(words.word for words in of_seed) for of_seed in said]
+        claims = [claim_of([words.word for words in of_seed]) for of_seed in said]
         verdict = "not known"
         if claims.count(None) == len(claims):
             verdict = "claims neither"
         elif not math.isnan(lost):
             # Of several seeds, what most claim, and a loss if there are as many
-            held.append((claims.count(True) >= claims.count(False)) == (lost > LOSS))
+            held.append((claims.count(True) >= claims.count(False)) == (lost > tolerated))
             verdict = "yes" if held[-1] else "no"
         rows.append(
             [
@@ -273,8 +268,9 @@ def table_of(outcomes: dict[str, list[Outcome]]) -> str:
     lines += [
         "",
         f"Better is {better}, the way in which float32 moves the metric. Lost is a share of what "
-        f'float32 gains from its first finite number. "As float32" claims to lose at most {LOSS}, '
-        '"slower", "stalls" and "diverges" claim to lose more. Other words claim neither.',
+        'float32 gains from its first finite number. "As float32" claims to lose at most '
+        f'{tolerated}, "slower", "stalls" and "diverges" claim to lose more. '
+        "Other words claim neither.",
     ]
     if len(exact) > 1:
         spread = statistics.stdev(outcome.end for outcome in exact)

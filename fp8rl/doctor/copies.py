@@ -15,7 +15,6 @@ the script's float32 parameters. `keep` trains with such a copy (keep.py).
 import contextlib
 import importlib
 import inspect
-import math
 import random
 from collections.abc import Callable, Iterator
 
@@ -29,8 +28,6 @@ from .findings import NOT_JUDGED, SAME, Finding, judge
 from .ruler import Ruler
 from .watcher import NOT_IN_PROPORTION, Shadow, Update, Watcher, dense, shadow_steps
 
-# Options that say how a step is computed, not which step it is
-IMPLEMENTATION = {"capturable", "differentiable", "foreach", "fused", "decoupled_weight_decay"}
 PLAIN = {"Tensor", "Parameter"}  # classes of tensors that keep their numbers as their dtype says
 
 
@@ -201,8 +198,7 @@ def take_over(state: dict, kept: dict) -> bool:
     for name, value in state.items():
         mine = kept.get(name)
         if isinstance(mine, torch.Tensor):
-            if not isinstance(value, torch.Tensor):
-                value = torch.tensor(value, device=mine.device)
+            value = torch.as_tensor(value, device=mine.device)
             if value.shape == mine.shape:
                 mine.copy_(value)
                 taken |= mine.dim() > 0
@@ -225,11 +221,6 @@ def state_checksums(optimizer: torch.optim.Optimizer) -> list[int]:
     ]
     sums = [x.float().view(torch.int32).sum() for x in tensors]
     return torch.stack([x.cpu() for x in sums]).tolist() if sums else []
-
-
-def tensors_in(x) -> list[torch.Tensor]:
-    """The tensors in nested lists and dicts."""
-    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, torch.Tensor)]
 
 
 def bytes_of(tensors: list[torch.Tensor]) -> int:
@@ -255,10 +246,12 @@ def memory(optimizer, parameters: list[torch.Tensor]) -> tuple[float, int]:
     groups = [{**group, "params": []} for group in optimizer.param_groups]
     attributes = {**vars(optimizer), "param_groups": [], "state": {}}
     shapes = {p.shape for p in parameters}
-    total = bytes_of([x for x in tensors_in([groups, attributes]) if x.shape in shapes])
+    tensors = [x for x in tree_leaves([groups, attributes]) if isinstance(x, torch.Tensor)]
+    total = bytes_of([x for x in tensors if x.shape in shapes])
     in_float32 = 0
     for p in parameters:
-        kept = tensors_in([p, {**optimizer.state.get(p, {})}])
+        leaves = tree_leaves([p, {**optimizer.state.get(p, {})}])
+        kept = [x for x in leaves if isinstance(x, torch.Tensor)]
         total += bytes_of(kept)
         whole = [x for x in kept if x.numel() >= p.numel()]
         in_float32 += all(x.dtype == torch.float32 and type(x).__name__ in PLAIN for x in whole)
@@ -292,10 +285,8 @@ def class_and_options(entry: RealOptimizer, optimizer: torch.optim.Optimizer) ->
     name = name_of_class(entry, optimizer)
     try:
         factory = getattr(importlib.import_module(entry.module), name)
-    except ImportError as error:
-        raise ValueError(f"{entry.text}: {entry.module} cannot be imported: {error}") from error
-    except AttributeError as error:
-        raise ValueError(f"{entry.text}: {entry.module} has no {name}") from error
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{entry.text}: it cannot be imported: {error}") from error
     if not callable(factory) or not callable(getattr(factory, "step", None)):
         raise ValueError(f"{entry.text}: {name} is no optimizer: it has no step")
     accepted = options_of(factory)
@@ -312,10 +303,18 @@ def class_and_options(entry: RealOptimizer, optimizer: torch.optim.Optimizer) ->
     other_options = []  # what only one of the two classes has
     if "betas" in accepted and not {"betas"} & {*optimizer.defaults, *entry.options}:
         other_options.append(f"{name} has betas, which {script_class.__name__} has not")
+    # Options that say how a step is computed, not which step it is
+    of_implementation = {
+        "capturable",
+        "differentiable",
+        "foreach",
+        "fused",
+        "decoupled_weight_decay",
+    }
     options = []
     left_out = []
     for option, value in optimizer.defaults.items():
-        if option in IMPLEMENTATION or option in entry.options:
+        if option in of_implementation or option in entry.options:
             continue
         default = accepted.get(option)
         if option not in accepted:
@@ -419,8 +418,7 @@ class CopyShadow(Shadow):
     """
 
     def __init__(self, watcher: Watcher, entries: list[RealOptimizer], length: int):
-        self.watcher = watcher
-        self.length = length
+        super().__init__(watcher, [], length)
         self.copies = [RealCopy(entry, watcher) for entry in entries]
         tensors = len(watcher.references)
         self.longest = np.zeros(tensors, np.float32)  # the script's own longest steps
@@ -602,10 +600,12 @@ class CopyShadow(Shadow):
         """
         optimizer = self.watcher.optimizer
         rates = self.learning_rates / self.updates
-        pairs = zip(self.watcher.groups, rates, strict=False)
-        decays = [float(group.get("weight_decay") or 0) * lr for group, lr in pairs]
+        decays = [
+            float(group.get("weight_decay") or 0) * lr
+            for group, lr in zip(self.watcher.groups, rates, strict=False)
+        ]
         if not any(decays):
-            return math.nan
+            return np.nan
         number = int(np.argmax(decays))
         generator = torch.Generator(device="cpu").manual_seed(0)
         weights = torch.randn(64, 64, generator=generator, dtype=torch.float32, device="cpu")
@@ -627,7 +627,7 @@ class CopyShadow(Shadow):
                     copy.step(scheduled)
                 moved.append(copied.float() - before)
         except Exception:  # the decay is a note; the rate stands without it
-            return math.nan
+            return np.nan
         true, with_real = moved
         return float((with_real * true).sum() / true.square().sum())
 
@@ -644,7 +644,7 @@ def longest_steps(
     off. That is computed only where the result may be longer than `known`.
     """
     moved = torch._foreach_sub(after, before)
-    distances = torch.stack(torch._foreach_norm(moved, math.inf)).float().cpu().numpy()
+    distances = torch.stack(torch._foreach_norm(moved, torch.inf)).float().cpu().numpy()
     longest = np.divide(distances, lr, out=np.zeros_like(lr), where=lr > 0)
     if after[0].dtype == torch.float32:
         return longest

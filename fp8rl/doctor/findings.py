@@ -184,12 +184,12 @@ def judge_all(
     """The findings for all shadows of a ruler, without cures. `length` is how many updates a window
     has."""
     stay = f"{{share}} of the numbers stay the same over {length} updates"
-    lost = dict.fromkeys(("grad", "forward", "backward"), "{share} of the gradients become 0")
-    lost["m"] = "{share} of the m are kept as 0"
-    for place, numbers in (("v", "v"), ("root", "roots of v")):
-        lost[place] = (
-            f"{{share}} of the {numbers} are kept as 0, and Adam then divides by eps alone"
-        )
+    lost = {
+        **dict.fromkeys(("grad", "forward", "backward"), "{share} of the gradients become 0"),
+        "m": "{share} of the m are kept as 0",
+        "v": "{share} of the v are kept as 0, and Adam then divides by eps alone",
+        "root": "{share} of the roots of v are kept as 0, and Adam then divides by eps alone",
+    }
     return [
         judge(optimizer, text, ruler.reading(row), tolerates, lost.get(split_entry(text)[0], stay))
         for row, text in enumerate(ruler.texts)

@@ -28,9 +28,9 @@ from ..bits import adam
 from ..bits.notation import split_entry
 from ..bits.operands import Operands
 from ..bits.places import PlaceFormat
-from .findings import NOT_JUDGED, Finding, judge_all
+from .findings import NOT_JUDGED, Finding
 from .rows import FormatRows
-from .ruler import Ruler, WindowSums, is_stochastic
+from .ruler import WindowSums, is_stochastic
 from .watcher import GroupSettings, Shadow, Update, Watcher, dense, largest_of
 
 
@@ -46,9 +46,7 @@ class GradientShadow(Shadow):
     """
 
     def __init__(self, watcher: Watcher, texts: list[str], length: int):
-        self.watcher = watcher
-        self.length = length
-        self.ruler = Ruler(watcher.sample, texts, watcher.tensor_names)
+        super().__init__(watcher, texts, length)
         self.count = 0  # updates in this window so far
         self.moments: list[np.ndarray] | None = None
 
@@ -95,9 +93,6 @@ class GradientShadow(Shadow):
         look_ahead = g + settings.momentum * updated
         with_momentum = np.where(settings.nesterov > 0, look_ahead, updated)
         return settings.learning_rate * np.where(settings.momentum > 0, with_momentum, g)
-
-    def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
-        return judge_all(self.watcher.name, self.ruler, tolerates, self.length)
 
 
 class LookShadow(GradientShadow):
@@ -192,7 +187,7 @@ class SumShadow(GradientShadow):
         self.trouble = ""
         if not (watcher.is_adam or watcher.is_sgd):
             self.trouble = "sums of gradients are followed of SGD, and of Adam without amsgrad"
-        self.rows = FormatRows.of(texts, seed)
+        self.rows = FormatRows(texts, seed)
         tensors = len(watcher.references)
         # float32's sums, when they were read last
         self.sum = np.zeros((tensors, watcher.sample.numbers_per_tensor), np.float32)
@@ -262,8 +257,9 @@ class SumShadow(GradientShadow):
         names = ("exp_avg", "exp_avg_sq") if watcher.is_adam else ("momentum_buffer",)
         moments = [watcher.sample.take(watcher.state(name)) for name in names]
         self.begin_at(moments, float(watcher.count_steps().nan_to_num()))
-        buffers = [state.get(names[0]) for state in watcher.states()]
-        self.has_buffer = np.array([x is not None for x in buffers]).reshape(-1, 1)
+        # Of SGD: whether there is a momentum, [T, 1]
+        has_buffer = [state.get("momentum_buffer") is not None for state in watcher.states()]
+        self.has_buffer = np.array(has_buffer)[:, None]
 
     def after(self, update: Update) -> None:
         """Takes the optimizer's step with each of the sums."""
@@ -295,13 +291,12 @@ class SumShadow(GradientShadow):
             return findings
         count = np.median(self.contributions)
         shares = np.nanmean(self.shares, axis=0)
+        words = ["a step has one gradient, which is rounded once"] * len(shares)
         if count > 1:
             words = [
-                f"a step adds up {count:,.0f} gradients, and {x:.2f} of the sum is left"
-                for x in shares
+                f"a step adds up {count:,.0f} gradients, and {share:.2f} of the sum is left"
+                for share in shares
             ]
-        else:
-            words = ["a step has one gradient, which is rounded once"] * len(shares)
         return [
             finding._replace(why=f"{finding.why}; {text}")
             for finding, text in zip(findings, words, strict=True)

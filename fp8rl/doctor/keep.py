@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ..bits import adam
 from ..bits.catalogue import read_real_optimizer, split_real
 from ..bits.notation import OPERANDS, STATE, SUMS
 from ..bits.operands import Operands
 from ..bits.places import places_of
-from . import NO_STEP, Refusal, first_line, say
+from . import Refusal, first_line, say
 from .copies import OptimizerCopy
 from .watcher import Hooks, parameters_of
 
@@ -226,8 +225,6 @@ class Keep(Hooks):
 
     def complaint(self) -> str:
         """Says which place could not be kept in few bits; an empty string if all were kept."""
-        if not self.names:
-            return f"{NO_STEP}: nothing was changed"
         if self.operands and self.operands.seen:
             self.kept |= {*OPERANDS}
         no_moments = f"only Adam and AdamW have it, and there is {', '.join(self.names)}"
@@ -237,14 +234,12 @@ class Keep(Hooks):
             **dict.fromkeys(STATE, no_moments),
             "grad": "no gradient was added after the first step",
         }
-        for place, reason in reasons.items():
-            if place in self.places and place not in self.kept:
-                return f"{place} was not kept: {reason}"
-        return ""
+        missing = [place for place in reasons if place in self.places and place not in self.kept]
+        return f"{missing[0]} was not kept: {reasons[missing[0]]}" if missing else ""
 
 
 @contextlib.contextmanager
-def in_all_threads(mode: TorchFunctionMode) -> Iterator[None]:
+def in_all_threads(mode: Operands) -> Iterator[None]:
     """A context of torch in this thread, and in every thread that starts from now on.
 
     By itself, such a context is one of a single thread, and a script may train in another.

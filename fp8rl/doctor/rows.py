@@ -15,7 +15,6 @@ The training waits while a hook runs at every update. So a hook only records the
 updates of a window are replayed at the window's end, for all formats at once.
 """
 
-import collections
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -30,7 +29,16 @@ from ..bits.places import SLACK, PlaceFormat
 from . import first_line
 from .findings import Finding, judge_all, with_cures
 from .ruler import Ruler, Sample, WindowSums, is_stochastic
-from .watcher import GroupSettings, Shadow, Update, Watcher, alive, largest_of, modules_alive
+from .watcher import (
+    GroupSettings,
+    Shadow,
+    Update,
+    Watcher,
+    alive,
+    largest_of,
+    modules_alive,
+    parameters_of,
+)
 
 LENGTH = 32  # updates in a window
 AVERAGES = ("bf16", "bf16:stochastic", "fp16:unscaled", "e4m3", "e4m3:stochastic")
@@ -41,26 +49,24 @@ class FormatRows:
 
     A row has P numbers of each of T tensors.
 
-    `forms`  formats of the rows, without blocks; stochastic formats come last
+    `texts`  what the rows are, as in "weights=bf16"; stochastic formats come last. None is in
+             blocks (`check_formats`)
     `seed`   seed of stochastic rounding
 
     Nothing is divided by scales. A scale is a power of two, so it only moves where a format's
-    normal numbers begin. Raises ValueError for a format in blocks.
+    normal numbers begin.
     """
 
     # A float32 has a sign, 8 bits of exponent, whose bias is 127, and 23 of mantissa.
     ONE_DOUBLING = 1 << 23
 
-    def __init__(self, forms: list[PlaceFormat], seed: int):
+    def __init__(self, texts: list[str], seed: int):
         def column(values: list, dtype=np.float32) -> np.ndarray:
             """A value for each of C rows, [C, 1, 1]."""
             return np.array(values, dtype).reshape(-1, 1, 1)
 
-        for form in forms:
-            if form.block:
-                word = "mx" if form.mx else "block"
-                remedy = "leave it out, the doctor follows a sample of each tensor"
-                raise ValueError(f"formats has {word}: {remedy}")
+        forms = [PlaceFormat.of(split_entry(text)[1]) for text in texts]
+        self.forms = forms
         self.nearest = sum(not form.stochastic for form in forms)  # rows that are not stochastic
         self.random = np.random.default_rng(seed)
         # The distance of neighbouring numbers, as a share of the power of two below them.
@@ -72,11 +78,6 @@ class FormatRows:
         self.scale_mask = column([-self.ONE_DOUBLING * form.scaled for form in forms], np.int32)
         smallest_normal = [form.format.normal + 127 + form.scaled for form in forms]
         self.smallest_normal = self.ONE_DOUBLING * column(smallest_normal, np.int32)
-
-    @classmethod
-    def of(cls, texts: list[str], seed: int) -> "FormatRows":
-        """Rows of texts such as "weights=bf16"."""
-        return cls([PlaceFormat.of(split_entry(text)[1]) for text in texts], seed)
 
     def round(
         self,
@@ -153,25 +154,23 @@ class RowShadow(Shadow):
     two rows are float32's m and v, which are not measured. `kind` [C] says which place a row keeps,
     by its index in STATE.
 
-    Raises ValueError for a format in blocks.
     """
 
     def __init__(self, watcher: Watcher, texts: list[str], length: int, seed: int):
-        self.watcher = watcher
-        self.length = length
         kinds = {text: STATE.index(split_entry(text)[0]) for text in texts}
         texts = [text for text in texts if watcher.is_adam or not kinds[text]]
         texts.sort(key=lambda text: (is_stochastic(text), kinds[text]))
+        super().__init__(watcher, texts, length)
         rows = ["m=fp32", "v=fp32", *texts]
-        forms = [PlaceFormat.of(split_entry(text)[1]) for text in rows]
-        self.rows = FormatRows(forms, seed)
+        self.rows = FormatRows(rows, seed)
         self.kind = np.array([STATE.index(split_entry(text)[0]) for text in rows])
         self.rows_of_kind = [np.flatnonzero(self.kind == kind) for kind in range(len(STATE))]
         self.keeps_weights = (self.kind == 0).reshape(-1, 1, 1)
-        is_bounded = np.array([not form.independent for form in forms])
+        is_bounded = np.array([not form.independent for form in self.rows.forms])
         self.bounded_of_kind = [rows[is_bounded[rows]] for rows in self.rows_of_kind]
-        self.is_stochastic_weight = self.keeps_weights[:, 0] & [[x.stochastic] for x in forms]
-        self.ruler = Ruler(watcher.sample, texts, watcher.tensor_names)
+        self.is_stochastic_weight = self.keeps_weights[:, 0] & [
+            [x.stochastic] for x in self.rows.forms
+        ]
         self.kept: np.ndarray | None = None
 
     def before(self) -> None:
@@ -327,9 +326,6 @@ class RowShadow(Shadow):
         expected = expected.mean(2, dtype=np.float64) * self.is_stochastic_weight
         self.ruler.add(moved[2:], true[2:], lost[2:], expected[2:])
 
-    def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
-        return judge_all(self.watcher.name, self.ruler, tolerates, self.length)
-
 
 def share_of_way(old: np.ndarray, new: np.ndarray, source: np.ndarray) -> float | None:
     """The share of the way from `old` to `source` that explains a move from `old` to `new`, by
@@ -389,7 +385,7 @@ class AverageShadow(Shadow):
         self.device = tensors[0].device
         self.sample = Sample(tensors, size, 0)
         texts = sorted(texts, key=is_stochastic)
-        self.rows = FormatRows.of(texts, 0)
+        self.rows = FormatRows(texts, 0)
         self.ruler = Ruler(self.sample, texts, tensor_names, steps=length, parts=4)
         self.x: np.ndarray | None = None  # float32's average, when it was read last
         self.rates: list[float] = []  # of each clear move towards the sources
@@ -398,17 +394,18 @@ class AverageShadow(Shadow):
 
     @property
     def is_average(self) -> bool:
-        """Whether three moves are explained by a share of the way to the sources. A share above
-        0.999 is a copy of them, which is no average."""
-        return len(self.rates) >= 3 and self.rates[-1] < 0.999
+        """Whether it is one by name, or three moves are explained by a share of the way to the
+        sources. A share above 0.999 is a copy of them, which is no average."""
+        is_explained = len(self.rates) >= 3 and self.rates[-1] < 0.999
+        return not self.sources or (is_explained and not self.is_refuted)
 
     @torch.no_grad()
     def before(self) -> None:
         """Reads the average, and what it averages, before a step. A GPU is not waited for."""
         tensors = alive(self.references)
         sources = alive(self.sources)
-        if not tensors or len(sources) < len(self.sources):
-            return  # the script has dropped them
+        if self.is_refuted or not tensors or len(sources) < len(self.sources):
+            return  # it is none, or the script has dropped them
         if sources and not all(is_plain(x, self.device) for x in [*tensors, *sources]):
             return  # the script has moved them, or freed their memory
         rate = self.rate() if callable(self.rate) else self.rate
@@ -472,11 +469,11 @@ class AverageShadow(Shadow):
         self.ruler.add(moved, self.true, lost, steps=steps)
         self.begin_window()
 
-    def findings(self, tolerates: tuple[float, float], names: collections.Counter) -> list[Finding]:
+    def findings(self, tolerates: tuple[float, float], names: dict[str, int]) -> list[Finding]:
         """The findings so far. `names` counts the averages of each name in a report."""
         self.replay()
-        names[str(self)] += 1
-        count = names[str(self)]
+        count = names.get(str(self), 0) + 1
+        names[str(self)] = count
         self.title = str(self) if count == 1 else f"{self} [{count}]"
         return with_cures(judge_all(self.title, self.ruler, tolerates, self.length))
 
@@ -498,46 +495,35 @@ class AverageSearch(Shadow):
     A script may have modules of any kind. Those that are not in float32 on the optimizer's device
     are passed over, and a search that fails all the same ends, with `trouble` saying why.
 
-    `watcher`  the optimizer
-    `trained`  returns the identities of all parameters that optimizers train
-    `length`   updates in a window
+    `watcher`     the optimizer
+    `optimizers`  all optimizers of the process
+    `length`      updates in a window
     """
 
-    def __init__(self, watcher: Watcher, trained: Callable[[], set[int]], length: int):
-        self.watcher = watcher
-        self.trained = trained
-        self.length = length
+    def __init__(self, watcher: Watcher, optimizers: Iterable, length: int):
+        super().__init__(watcher, [], length)
+        self.optimizers = optimizers
         self.steps = 0
         self.next = 32  # the step of the next search
-        self.candidates: list[AverageShadow] = []
-        self.known: set[int] = set()  # identities of tensors that are candidates
+        self.known: set[int] = set()  # identities of tensors of modules that may be averages
         self.trouble = ""
 
-    @property
-    def found(self) -> list[AverageShadow]:
-        return [candidate for candidate in self.candidates if candidate.is_average]
-
     def before(self) -> None:
-        if self.trouble:
-            return
         self.steps += 1
+        if self.steps != self.next or self.trouble:
+            return
+        self.next *= 8
         try:
-            if self.steps == self.next:
-                self.next *= 8
-                self.search()
-            for candidate in self.candidates:
-                candidate.before()
+            self.search()
         except Exception as error:
-            self.candidates = []
             self.trouble = (
                 f"the search for running averages failed after {self.steps - 1} steps "
                 f"({type(error).__name__}: {first_line(error)})"
             )
-        self.candidates = [x for x in self.candidates if not x.is_refuted]
 
     def search(self) -> None:
-        """Lists modules that may be averages of modules that are trained."""
-        trained = self.trained()
+        """Puts a shadow beside the optimizer for each module that may be an average."""
+        trained = {id(p) for optimizer in [*self.optimizers] for p in parameters_of(optimizer)}
         sources: dict[tuple, list[nn.Module]] = {}
         others = []
         for module in modules_alive():
@@ -545,28 +531,27 @@ class AverageSearch(Shadow):
             ids = {id(p) for p in parameters}
             if not all(is_plain(p, self.watcher.device) for p in parameters):
                 continue
+            kind = type(module), tuple(p.shape for p in parameters)
             if ids & self.watcher.keys:
-                sources.setdefault(kind_of(module), []).append(module)
+                sources.setdefault(kind, []).append(module)
             elif ids and not ids & trained:
-                others.append((ids, module))
+                others.append((ids, kind, module))
         # The largest modules first, so that a part of an average is not listed by itself
-        for ids, module in sorted(others, key=lambda pair: -len(pair[0])):
+        for ids, kind, module in sorted(others, key=lambda other: -len(other[0])):
             if not ids & self.known:
-                for source in sources.get(kind_of(module), ()):
+                for source in sources.get(kind, ()):
                     self.known |= ids
-                    self.candidates.append(self.candidate(module, source))
-
-    def candidate(self, module: nn.Module, source: nn.Module) -> AverageShadow:
-        return AverageShadow(
-            f"average of {type(module).__name__}",
-            [*module.parameters()],
-            [name for name, _ in module.named_parameters()],
-            1.0,
-            [f"average={form}" for form in AVERAGES],
-            self.length,
-            self.watcher.sample.numbers_per_tensor * len(self.watcher.references),
-            source.parameters(),
-        )
+                    average = AverageShadow(
+                        f"average of {type(module).__name__}",
+                        [*module.parameters()],
+                        [name for name, _ in module.named_parameters()],
+                        1.0,
+                        [f"average={form}" for form in AVERAGES],
+                        self.length,
+                        self.watcher.sample.numbers_per_tensor * len(self.watcher.references),
+                        source.parameters(),
+                    )
+                    self.watcher.shadows.append(average)
 
 
 def is_plain(x: torch.Tensor, device: torch.device) -> bool:
@@ -583,8 +568,3 @@ def is_plain(x: torch.Tensor, device: torch.device) -> bool:
         and x.layout == torch.strided
         and x.untyped_storage().nbytes() >= 4 * x.numel()
     )
-
-
-def kind_of(module: nn.Module) -> tuple:
-    """The class of a module, with the shapes of its parameters."""
-    return type(module), tuple(p.shape for p in module.parameters())

@@ -121,10 +121,10 @@ class Sample:
 
 def tensor_names(tensors: list[torch.Tensor], modules: Iterable[nn.Module]) -> list[str]:
     """A name for each tensor: that of a module's parameter, or its number and shape."""
-    known = {}
-    for module in modules:
-        for name, p in module.named_parameters():
-            known.setdefault(id(p), name)
+    # A parameter of several modules has its name in the first one, which comes last here
+    known = {
+        id(p): name for module in reversed([*modules]) for name, p in module.named_parameters()
+    }
     names = []
     for i, x in enumerate(tensors):
         name = known.get(id(x), f"tensor {i} {list(x.shape)}")
@@ -322,12 +322,11 @@ class Ruler:
 
     def reading(self, row: int) -> Reading | None:
         """What is measured of a shadow; None if no window is full, or nothing moved."""
-        weight = self.weight
         is_noisy = is_stochastic(self.texts[row])
         if not self.windows:
             return None
         windows = self.in_parts(row, self.parts)
-        rates = windows.rate(weight)
+        rates = windows.rate(self.weight)
         if not np.isfinite(rates).any():
             return None
         whole = windows.mean()
@@ -337,34 +336,31 @@ class Ruler:
         numbers = np.array([part[:, row] for part in self.numbers], np.float64)
         late_numbers = numbers[-math.ceil(len(numbers) / 4) :].sum(0, keepdims=True)
         if is_noisy:
-            rate = whole.rate(weight)
-            noise = whole.noise(weight)
+            rate = whole.rate(self.weight)
+            noise = whole.noise(self.weight)
             numbers = numbers.sum(0, keepdims=True)
         else:
             rate = np.nanmean(rates)
-            noise = np.nanmedian(windows.noise(weight))
+            noise = np.nanmedian(windows.noise(self.weight))
         error, tensor_errors = self.errors(numbers, every, is_noisy)
         last_error, _ = self.errors(late_numbers, late, is_noisy)
         pairs = zip(whole.rates.tolist(), tensor_errors.tolist(), strict=True)
         return Reading(
             rate=float(rate),
             error=float(error),
-            first=float(windows.at(slice(quarter)).mean().rate(weight)),
-            last=float(windows.at(slice(-quarter, None)).mean().rate(weight)),
+            first=float(windows.at(slice(quarter)).mean().rate(self.weight)),
+            last=float(windows.at(slice(-quarter, None)).mean().rate(self.weight)),
             last_error=float(last_error),
             noise=float(noise),
-            lost=float(np.nanmedian(np.average(windows.lost, axis=1, weights=weight))),
+            lost=float(np.nanmedian(np.average(windows.lost, axis=1, weights=self.weight))),
             tensors=dict(zip(self.tensor_names, pairs, strict=True)),
         )
 
     def in_parts(self, row: int, parts: float) -> WindowSums:
         """The means of one shadow's measurements over each of so many consecutive parts of the
         training, or over each window if there are fewer; [parts, T]."""
-        every = [
-            np.array([part[row] for part in field]) for field in zip(*self.windows, strict=True)
-        ]
-        if parts >= len(self.windows):
-            return WindowSums(*every)
+        parts = min(parts, len(self.windows))
+        every = [np.array([x[row] for x in field]) for field in zip(*self.windows, strict=True)]
         means = [[x.mean(0) for x in np.array_split(field, parts)] for field in every]
         return WindowSums(*np.array(means))
 

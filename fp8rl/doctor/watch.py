@@ -14,12 +14,11 @@ rounded, with the word `stored` or without it. A real optimizer is written as in
 "optimizer=torchao-8bit" or "model=bf16" (catalogue.py).
 """
 
-import collections
-import contextlib
 import functools
 import json
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -36,14 +35,13 @@ from ..bits.notation import (
     check_tolerance,
     split_entry,
 )
-from ..bits.places import places_of
-from . import NO_STEP, first_line, report_as_json
+from . import NO_STEP, check_formats, first_line, report_as_json
 from .copies import CopyShadow
 from .findings import NOT_JUDGED, Finding, Report, listed, with_cures
 from .gradients import LookShadow, SumShadow
 from .rows import AVERAGES, LENGTH, AverageSearch, AverageShadow, RowShadow
 from .ruler import tensor_names
-from .watcher import Hooks, Watcher, innermost_optimizer, modules_of_process, parameters_of
+from .watcher import Hooks, Watcher, alive, innermost_optimizer, modules_of_process, parameters_of
 
 FORMATS = (
     "weights=bf16",
@@ -72,35 +70,7 @@ FORMATS = (
 )
 
 
-class CastProbe:
-    """Tells whether autocast computes with casts of weights that are older than the weights.
-
-    Autocast keeps its casts of parameters until its outermost region ends, and a step in place does
-    not tell it that they are old. A script whose whole loop is in one region trains on with the
-    weights that it had at first. The probe is a parameter that changes at every step: does a
-    product within the region see that?
-    """
-
-    def __init__(self):
-        self.probe: torch.Tensor | None = None
-
-    def finds_old_cast(self) -> bool:
-        """Whether a region that was open at the last step still has its casts. Call it at every
-        step."""
-        devices = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        if not (devices and torch.is_autocast_cache_enabled()):
-            return False
-        if self.probe is None:
-            one = torch.ones(1, 1, dtype=torch.float32, device=devices[0])
-            self.probe = nn.Parameter(one)
-        with torch.enable_grad():  # only casts with a gradient are kept
-            product = self.probe @ self.probe
-        is_old = bool(product != self.probe.square())
-        with torch.no_grad():
-            self.probe.copy_(3 - self.probe)  # 1, 2, 1, ...
-        return is_old
-
-
+@dataclass(eq=False)
 class Patient:
     """An optimizer of a script.
 
@@ -110,12 +80,11 @@ class Patient:
     `steps`    how many steps it has made
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, name: str):
-        self.optimizer = weakref.ref(optimizer)
-        self.name = name
-        self.watcher: Watcher | None = None
-        self.reason = ""
-        self.steps = 0
+    optimizer: weakref.ref
+    name: str
+    watcher: Watcher | None = None
+    reason: str = ""
+    steps: int = 0
 
 
 class Doctor(Hooks):
@@ -154,9 +123,8 @@ class Doctor(Hooks):
     what was measured until then. In a script that drops one network after the other, what was
     measured of optimizers that are gone is dropped, too, when another one begins.
 
-    Raises ValueError for something that is no optimizer, for a format that `places_of` refuses, for
-    a format in blocks or given twice, if no parameter is float32, and for an option that makes no
-    sense.
+    Raises ValueError for something that is no optimizer, for a format that `check_formats` refuses,
+    if no parameter is float32, and for an option that makes no sense.
     """
 
     def __init__(
@@ -172,15 +140,10 @@ class Doctor(Hooks):
     ):
         super().__init__()
         self.is_of_script = not watched
-        self.formats = tuple(formats)
-        self.searches_averages = not (self.formats or watched)
+        formats = tuple(formats)
+        self.searches_averages = not (formats or watched)
         default = FORMATS if watched else [t for t in FORMATS if split_entry(t)[0] in STATE]
-        self.formats = self.formats or tuple(default)
-        if len(self.formats) != len({*self.formats}):
-            raise ValueError(
-                f"formats is {' '.join(self.formats)!r}: give each place and format once, "
-                "as a string of its own"
-            )
+        self.formats = check_formats(formats or default, (*STATE, *SUMS, *OPERANDS))
         if type(length) is not int or length < 1:
             raise ValueError(f"length is {length!r}: use a whole number of updates, at least 1")
         self.length = length
@@ -188,27 +151,25 @@ class Doctor(Hooks):
         self.tolerates = check_tolerance(tolerates)
         self.seed = seed
         self.real = [read_real_optimizer(text) for text in self.formats if is_real(text)]
-        for text in self.formats:
-            if not is_real(text):
-                check_format(text, (*STATE, *SUMS, *OPERANDS))
         self.patients: list[Patient] = []
-        self.casts = CastProbe()
+        self.cast_probe: nn.Parameter | None = None
         self.has_old_casts = False
-        self.hooks: list = []
         modules = [model] if isinstance(model, nn.Module) else [*model]
         innermost = [innermost_optimizer(optimizer) for optimizer in watched]
         names = [*names] or [f"optimizer {i}" for i in range(len(watched))]
         for name, optimizer in zip(names, innermost, strict=True):
-            patient = Patient(optimizer, name)
+            patient = Patient(weakref.ref(optimizer), name)
             self.patients.append(patient)
             self.known[optimizer] = patient
             self.watch(patient, optimizer, modules)
-            # A step under torch.compile leaves the hooks out of its graph. Compiling them would
-            # take far longer than calling them.
-            before = torch.compiler.disable(lambda x, *_, patient=patient: self.before(x, patient))
-            after = torch.compiler.disable(lambda x, *_, patient=patient: self.after(x, patient))
-            self.hooks.append(optimizer.register_step_pre_hook(before))
-            self.hooks.append(optimizer.register_step_post_hook(after))
+            self.hook(
+                optimizer.register_step_pre_hook,
+                lambda x, *_, patient=patient: self.before(x, patient),
+            )
+            self.hook(
+                optimizer.register_step_post_hook,
+                lambda x, *_, patient=patient: self.after(x, patient),
+            )
 
     def watch(self, patient: Patient, optimizer, modules: list[nn.Module]) -> None:
         """Puts a watcher beside an optimizer, with the shadows of the formats."""
@@ -230,12 +191,8 @@ class Doctor(Hooks):
         if self.real:
             watcher.shadows.append(CopyShadow(watcher, self.real, self.length))
         if self.searches_averages:
-            watcher.shadows.append(AverageSearch(watcher, self.trained, self.length))
+            watcher.shadows.append(AverageSearch(watcher, self.known, self.length))
         patient.watcher = watcher
-
-    def trained(self) -> set[int]:
-        """The identities of all parameters that optimizers of the process train."""
-        return {id(p) for optimizer in [*self.known] for p in parameters_of(optimizer)}
 
     # In a loop
 
@@ -301,36 +258,21 @@ class Doctor(Hooks):
             raise ValueError(
                 f"name is {name!r}: choose a name without = that is none of {', '.join(places)}"
             )
-        for form in formats:
-            check_format(f"weights={form}", STATE)
+        check_formats([f"weights={form}" for form in formats], STATE)
         texts = [f"{name}={form}" for form in formats]
         watcher = self.patients[0].watcher
-        modules = [module for reference in watcher.modules if (module := reference()) is not None]
-        names = tensor_names(tensors, modules)
+        names = tensor_names(tensors, alive(watcher.modules))
         average = AverageShadow("average", tensors, names, rate, texts, self.length, self.sample)
         watcher.shadows.append(average)
 
-    def stop(self) -> None:
-        """Stops watching. The report stays."""
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks = []
-
     # In a script
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """A context in which every optimizer of the process is watched."""
-        with super().installed():
-            yield
-        self.stop()
 
     def begin(self, optimizer, name: str) -> Patient:
         for patient in self.patients:
             if patient.watcher is not None and patient.optimizer() is None:
                 patient.watcher = None
                 patient.reason = "the script had dropped it when a later one began"
-        patient = Patient(optimizer, name)
+        patient = Patient(weakref.ref(optimizer), name)
         self.patients.append(patient)
         try:
             self.watch(patient, optimizer, modules_of_process())
@@ -376,14 +318,33 @@ class Doctor(Hooks):
             )
 
     def before(self, optimizer, patient: Patient) -> None:
-        if patient.watcher is not None:
-            self.guarded(patient, patient.watcher.before_step)
+        self.guarded(patient, lambda: patient.watcher.before_step())
 
     def after(self, optimizer, patient: Patient) -> None:
         patient.steps += 1
-        self.has_old_casts = self.has_old_casts or self.casts.finds_old_cast()
-        if patient.watcher is not None:
-            self.guarded(patient, patient.watcher.after_step)
+        self.has_old_casts = self.has_old_casts or self.finds_old_cast()
+        self.guarded(patient, lambda: patient.watcher.after_step())
+
+    def finds_old_cast(self) -> bool:
+        """Whether autocast computes with casts of weights that are older than the weights.
+
+        Autocast keeps its casts of parameters until its outermost region ends, and a step in place
+        does not tell it that they are old. A script whose whole loop is in one region trains on
+        with the weights that it had at first. A parameter that changes at every step is the probe:
+        does a product within the region see that?
+        """
+        devices = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        if not (devices and torch.is_autocast_cache_enabled()):
+            return False
+        if self.cast_probe is None:
+            one = torch.ones(1, 1, dtype=torch.float32, device=devices[0])
+            self.cast_probe = nn.Parameter(one)
+        with torch.enable_grad():  # only casts with a gradient are kept
+            product = self.cast_probe @ self.cast_probe
+        is_old = bool(product != self.cast_probe.square())
+        with torch.no_grad():
+            self.cast_probe.copy_(3 - self.cast_probe)  # 1, 2, 1, ...
+        return is_old
 
     # The report
 
@@ -391,17 +352,17 @@ class Doctor(Hooks):
         """The findings so far, of the optimizers that the script had to the end, and notes."""
         report = Report()
         averages = []
-        not_judged = collections.defaultdict(list)  # names by reason
+        not_judged: dict[str, list[str]] = {}  # names by reason
         for patient in self.patients:
             watcher = patient.watcher
             if watcher is None:
-                not_judged[patient.reason].append(patient.name)
+                not_judged.setdefault(patient.reason, []).append(patient.name)
                 continue
             findings = self.findings_of(watcher)
             report += findings
             report.notes += notes_on(watcher, bool(findings))
             averages += averages_beside(watcher)
-        names: collections.Counter[str] = collections.Counter()
+        names: dict[str, int] = {}  # how many averages have each name
         for average in averages:
             report += average.findings(self.tolerates, names)
         for reason, patients in not_judged.items():
@@ -420,7 +381,7 @@ class Doctor(Hooks):
         findings = {
             finding.text: finding
             for shadow in watcher.shadows
-            if not isinstance(shadow, AverageSearch | AverageShadow)
+            if not isinstance(shadow, AverageShadow)
             for finding in shadow.findings(self.tolerates)
         }
         in_order = [findings[text] for text in self.formats if text in findings]
@@ -463,19 +424,10 @@ class Doctor(Hooks):
         return report_as_json(optimizers, report.notes, averages)
 
 
-def check_format(text: str, names: tuple[str, ...]) -> None:
-    """Raises the errors of `places_of`, and ValueError unless a text has one place and format."""
-    if len(places_of(text, names)) != 1:
-        raise ValueError(
-            f"formats has {text!r}: give each place and format once, as a string of its own"
-        )
-
-
 def averages_beside(watcher: Watcher) -> list[AverageShadow]:
     """The running averages beside an optimizer, named or found."""
-    named = [shadow for shadow in watcher.shadows if isinstance(shadow, AverageShadow)]
-    searches = [shadow for shadow in watcher.shadows if isinstance(shadow, AverageSearch)]
-    return [*named, *(average for search in searches for average in search.found)]
+    averages = [shadow for shadow in watcher.shadows if isinstance(shadow, AverageShadow)]
+    return [average for average in averages if average.is_average]
 
 
 def notes_on(watcher: Watcher, has_findings: bool) -> list[str]:
@@ -487,8 +439,7 @@ def notes_on(watcher: Watcher, has_findings: bool) -> list[str]:
         notes.append(f"not judged, because not float32: {listed(watcher.not_float32)}")
     if watcher.joined:
         notes.append(f"not followed: {listed([*watcher.joined.values()])}")
-    searches = [shadow for shadow in watcher.shadows if isinstance(shadow, AverageSearch)]
-    notes += [search.trouble for search in searches if search.trouble]
+    notes += [x.trouble for x in watcher.shadows if isinstance(x, AverageSearch) and x.trouble]
     if not watcher.is_adam:
         notes.append(
             "only its weights are judged: moments are followed of Adam and AdamW without amsgrad"

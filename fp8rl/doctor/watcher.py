@@ -10,10 +10,9 @@ is kept is a sample.
 import contextlib
 import contextvars
 import gc
-import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +23,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .findings import Finding
-from .ruler import Sample, tensor_names
+from .findings import Finding, judge_all
+from .ruler import Ruler, Sample, tensor_names
 
 # Optimizers whose step is not in proportion to their learning rate, by the names of their classes,
 # in torch or elsewhere. They search along a line, adapt a step size for each number by signs, or
@@ -90,7 +89,17 @@ class Update(NamedTuple):
 
 
 class Shadow:
-    """What stands beside an optimizer and takes the same steps otherwise."""
+    """What stands beside an optimizer and takes the same steps otherwise.
+
+    `watcher`  the optimizer's
+    `texts`    what is measured by a `Ruler`, as in "weights=bf16"
+    `length`   updates in a window
+    """
+
+    def __init__(self, watcher: "Watcher", texts: list[str], length: int):
+        self.watcher = watcher
+        self.length = length
+        self.ruler = Ruler(watcher.sample, texts, watcher.tensor_names)
 
     def before(self) -> None:
         """Is called before each step of the optimizer."""
@@ -100,7 +109,7 @@ class Shadow:
 
     def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
         """The findings so far, without cures."""
-        return []
+        return judge_all(self.watcher.name, self.ruler, tolerates, self.length)
 
 
 class Watcher:
@@ -129,7 +138,15 @@ class Watcher:
         self.reference = weakref.ref(optimizer)
         self.kind = type(optimizer).__name__
         self.modules = [weakref.ref(module) for module in modules]
-        self.is_in_proportion = steps_in_proportion(optimizer)
+        # Whether it makes twice the step at twice the learning rate. Those that do not are known by
+        # the name of their class or of one that it inherits from, by the option `relative_step` of
+        # an Adafactor, the option `d0` of a class that estimates its learning rate, or because they
+        # have no learning rate.
+        names = {kind.__name__ for kind in type(optimizer).__mro__}
+        self.is_in_proportion = not NOT_IN_PROPORTION & names and not any(
+            group.get("relative_step") or group.get("lr") is None or "d0" in group
+            for group in optimizer.param_groups
+        )
         self.is_adam = isinstance(optimizer, torch.optim.Adam) and not any(
             group["amsgrad"] for group in optimizer.param_groups
         )  # AdamW is an Adam, too
@@ -143,16 +160,17 @@ class Watcher:
         if not parameters:
             dtype = others[0].dtype
             raise ValueError(f"parameters are {dtype}: let the doctor watch a training in float32")
-        numbers = {
-            id(p): number
+        self.keys = {id(p) for p in parameters}
+        # The number of each one's group
+        self.group = [
+            number
             for number, group in enumerate(optimizer.param_groups)
             for p in group["params"]
-        }
-        self.group = [numbers[id(p)] for p in parameters]  # the number of each one's group
+            if id(p) in self.keys
+        ]
         # Parameters that learn and are not followed
         self.not_float32 = [f"{tensor_names([p], modules)[0]} ({p.dtype})" for p in others]
         self.references = [weakref.ref(p) for p in parameters]
-        self.keys = {id(p) for p in parameters}
         self.tensor_names = tensor_names(parameters, modules)
         self.device = parameters[0].device
         self.sample = Sample(parameters, sample, seed)
@@ -196,8 +214,7 @@ class Watcher:
         for."""
         counts = [x["step"] for x in self.states() if self.is_adam and "step" in x] or [0.0]
         # With torch's default device "meta", Adam's counts have no numbers
-        if any(getattr(x, "is_meta", False) for x in counts):
-            counts = [math.nan]
+        counts = [np.nan if getattr(x, "is_meta", False) else x for x in counts]
         # Whatever torch's default type and device are
         options = {"dtype": torch.float32, "device": "cpu"}
         tensors = [x if isinstance(x, torch.Tensor) else torch.tensor(x, **options) for x in counts]
@@ -210,8 +227,8 @@ class Watcher:
         a change through `p.data` does not raise the version of a tensor.
         """
         parameters = self.parameters
-        if not parameters:
-            self.others_learn = True  # the optimizer goes on with other tensors
+        # Without these parameters, the optimizer goes on with other tensors
+        self.others_learn = self.others_learn or not parameters
         if not parameters or not self.is_in_proportion:
             return
         self.read = self.sample.read([*parameters, *self.moments()])
@@ -248,9 +265,9 @@ class Watcher:
     def settings_of(self, group: dict) -> GroupSettings:
         """The settings of a parameter group as they are now."""
         beta1, beta2 = map(float, group["betas"]) if self.is_adam else (0.0, 0.0)
-        is_decoupled = isinstance(self.optimizer, torch.optim.AdamW)
-        is_coupled = not (is_decoupled or group.get("decoupled_weight_decay"))
-        has_decay = is_coupled and (self.is_adam or self.is_sgd)
+        is_adamw = isinstance(self.optimizer, torch.optim.AdamW)
+        is_decoupled = is_adamw or group.get("decoupled_weight_decay")
+        has_decay = (self.is_adam or self.is_sgd) and not is_decoupled
         return GroupSettings(
             learning_rate=float(group["lr"]),
             beta1=beta1,
@@ -290,21 +307,6 @@ def alive(references: list[weakref.ref]) -> list:
     return [] if any(x is None for x in held) else held
 
 
-def steps_in_proportion(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer makes twice the step at twice the learning rate.
-
-    Optimizers that do not are known by the name of their class or of one that it inherits from, by
-    the option `relative_step` of an Adafactor, the option `d0` of a class that estimates its
-    learning rate, or because they have no learning rate.
-    """
-    if NOT_IN_PROPORTION & {kind.__name__ for kind in type(optimizer).__mro__}:
-        return False
-    return not any(
-        group.get("relative_step") or group.get("lr") is None or "d0" in group
-        for group in optimizer.param_groups
-    )
-
-
 def dense(parameters: list[torch.Tensor], tensors: list[torch.Tensor | None]) -> list[torch.Tensor]:
     """Dense tensors like the parameters; zeros in place of a tensor that is None."""
     pairs = zip(parameters, tensors, strict=True)
@@ -336,27 +338,33 @@ class Hooks:
 
     def __init__(self):
         self.process = os.getpid()
+        self.hooks: list = []
         self.names: list[str] = []  # of the optimizers, in the order of their first steps
         self.known = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        # A step under torch.compile leaves the hooks out of its graph. Compiling them would take
-        # far longer than calling them. The decorator is that of torch.optim itself, which imports
-        # the compiler no earlier than the script's first optimizer does.
-        handles = [
-            register_optimizer_step_pre_hook(
-                torch._disable_dynamo(lambda *arguments: self.before_step(*arguments))
-            ),
-            register_optimizer_step_post_hook(
-                torch._disable_dynamo(lambda *arguments: self.after_step(*arguments))
-            ),
-        ]
+        """A context in which the hooks are called."""
+        self.hook(register_optimizer_step_pre_hook, self.before_step)
+        self.hook(register_optimizer_step_post_hook, self.after_step)
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            self.stop()
+
+    def hook(self, register: Callable, function: Callable) -> None:
+        """Has a function called at each step. `register` is torch's, for all optimizers or one."""
+        # A step under torch.compile leaves the hooks out of its graph. Compiling them would take
+        # far longer than calling them. The decorator is that of torch.optim itself, which imports
+        # the compiler no earlier than the script's first optimizer does.
+        left_out = torch._disable_dynamo(lambda *arguments: function(*arguments))
+        self.hooks.append(register(left_out))
+
+    def stop(self) -> None:
+        """Removes the hooks. What was measured stays."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
 
     def before_step(self, optimizer, args, kwargs) -> None:
         if os.getpid() != self.process or shadow_steps.get():
@@ -434,15 +442,15 @@ def innermost_optimizer(optimizer) -> torch.optim.Optimizer:
 
 
 def optimizer_inside(wrapper):
-    """The optimizer that a wrapper has as `optimizer` or `base_optimizer`, or None."""
-    if not is_like_optimizer(wrapper):
-        return None
+    """The optimizer that a wrapper has as `optimizer` or `base_optimizer`, or None.
+
+    Both are told from other things by what can be done with them.
+    """
+
+    def is_like_optimizer(x) -> bool:
+        can_step = callable(getattr(x, "step", None)) and hasattr(x, "zero_grad")
+        return can_step and not isinstance(x, type)
+
     inside = [getattr(wrapper, name, None) for name in ("optimizer", "base_optimizer")]
-    return next((x for x in inside if x is not wrapper and is_like_optimizer(x)), None)
-
-
-def is_like_optimizer(x) -> bool:
-    """Whether something is an optimizer or a wrapper of one, by what can be done with it."""
-    return (
-        not isinstance(x, type) and callable(getattr(x, "step", None)) and hasattr(x, "zero_grad")
-    )
+    inside = [x for x in inside if x is not wrapper and is_like_optimizer(x)]
+    return inside[0] if inside and is_like_optimizer(wrapper) else None

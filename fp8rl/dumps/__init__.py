@@ -1,10 +1,600 @@
 """Is the gap between two programs' log-probabilities of the same tokens rounding or a bug?
 
-    mismatch.py   the report: a verdict, its symptoms and the numbers that stacks log
+    __init__.py   the report: a verdict, its symptoms and the numbers that stacks log
     dump.py       a file, or arrays of a trainer, become a `Gap`: learner minus actor, by token
     symptoms.py   the table of signs of bugs
     rules.py      the table of what RL stacks do about the gap
 
 Nothing here needs more of the package. `python -m fp8rl.doctor mismatch` is the command, and
 README.md beside this file shows how to use it.
+
+A language model is often trained in one program and samples its tokens in another. The learner's
+policy pi computes in bfloat16 or float32, and the policy mu that acts computes in FP8 or in other
+kernels. Both give a log-probability to every sampled token. `mismatch` takes these numbers, from
+any trainer and any engine. It says how far apart the policies are, what that costs, and whether the
+gap looks like rounding or like a bug.
+
+Tokens are sampled from mu, so all means here are means over mu. If mu can sample every token that
+pi can, the mean of the ratios pi / mu is 1. So the spread of the ratios is taken about 1.
+
+A sequence's weight is the product of its tokens' ratios. One sequence of N tokens is worth about
+p^N sequences of pi, where p = 1 / (1 + E[(ratio - 1)^2]) is the worth of a token. The horizon
+H = ln 0.9 / ln p is the length at which a sequence is worth 0.9. Where ratios go together along a
+sequence, for example because all of them are a little too low, sequences lose more than p^N says.
+Then the horizon is measured on products of the ratios of neighbouring tokens, with the same formula
+for the product of L ratios, times L.
+
+The estimators k1 and k3 of the divergence KL(mu || pi) are those of Schulman (2020), "Approximating
+KL divergence".
 """
+
+import json
+import math
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from .dump import COARSE, LARGEST, TINY, Gap, arrays_of, gap_of
+from .rules import RULES, StackShare, caps_line, kish, stack_table
+from .symptoms import (
+    BITS_LEFT,
+    FEW_SEQUENCES,
+    FEW_TOKENS,
+    Aligned,
+    Seen,
+    bits_of,
+    ratio_in_line,
+    standard_error,
+    symptoms_of,
+    without_fillers,
+)
+
+# What a kind of bug means, and what to do about it where that is sure. Otherwise what to look at.
+MEANING = {
+    "shift": "the learner's log-probabilities are those of other positions. Look at how labels are "
+    "shifted against logits, and at how the two arrays are aligned.",
+    "truncation": "the actor samples from a part of the distribution (top-p, top-k or min-p), and "
+    "its log-probabilities are those of that part. Turn it off, or ask the engine for "
+    "log-probabilities before it.",
+    "temperature": "the log-probabilities have different temperatures. Either the engine "
+    "returns those of raw logits (vLLM: set logprobs_mode=processed_logprobs first), or the "
+    "learner does not divide its logits by the actor's temperature.",
+    "repetition": "tokens that a sequence had before differ from new ones. Look at the engine's "
+    "repetition, presence and frequency penalties.",
+    "padding": "some sequences differ more than others, as if they were read in another context. "
+    "Look at left padding, position ids, the attention mask and cached prefixes.",
+    "template": "all sequences differ from one position on. Look at the chat template, at tokens "
+    "that are added or left out there, and at a cache that has fewer bits from there on.",
+    "beginning": "all sequences differ most at their beginning. Look at the prompt, the first "
+    "token, the padding before it and tokens that the engine suppresses there.",
+    "last token": "the last tokens of sequences differ. Look at end tokens that are appended or "
+    "forced, and at the length limit.",
+    "trend": "the gap grows along the sequences. Look at position ids, the scaling of rotary "
+    "positions, the attention window and the bits of the cache.",
+    "heavy tail": "few tokens, here and there, have most of the gap. Look at experts that the two "
+    "programs choose differently (routing), at other kernels, and at the tokens themselves.",
+    "stale": "the actor has older weights than the learner. Look at when weights are sent.",
+    "filler": "some log-probabilities are fillers, not those of sampled tokens.",
+    "greedy": "the actor's log-probabilities are all 0. Sample at the learner's temperature, and "
+    "record the log-probabilities.",
+    "mean ratio": "the mean ratio is above 1, which sampled tokens cannot give. Either the actor "
+    "sampled from another policy than its log-probabilities say, or the learner's do not sum to 1. "
+    "Tokens that were chosen by their reward, or that the learner has trained on, do this, too.",
+    "precision": "the gap is larger than the precision of both programs explains. Look for weights "
+    "that were not sent, dropout, another rope_theta, and places that compute in fewer bits.",
+    "other": "the gap is larger than rounding makes it, and nothing says why. Dropout in the "
+    "learner, old weights and another prompt do this.",
+}
+# Kinds of bugs that have a start.
+STARTS = ("beginning", "template")
+NEARLY_SEEN = 0.8  # of the limit
+
+
+class MismatchReport(NamedTuple):
+    """How far a policy mu that acts is from the learner's policy pi, and why.
+
+    `str(report)` has it in words, and `report.stack_table()` what RL stacks do with these tokens.
+
+    `verdict`               exact, rounding, bug or not judged; "rounding or bug" if there is no
+                            symptom, but the gap is that of very few bits
+    `kind`                  kind of the bug, one of MEANING's; empty if there is none
+    `causes`                kinds of bugs that may have made the gap, `kind` first
+    `symptoms`              all symptoms that were measured, the strongest first
+    `precision`             what both programs claim to compute in, or the bits that were expected;
+                            empty if nothing was claimed
+    `bits`                  bits of mantissa to which everything would have to be rounded to make
+                            such a gap: an estimate
+    `sequences`, `tokens`   number of sequences and tokens that count
+    `mean_length`           mean number of tokens in a sequence
+    `token_sample_size`     Kish's effective sample size of the tokens' ratios, as a share
+    `sequence_sample_size`  the same for the ratios of whole sequences; NaN for a single sequence
+    `horizon`, `horizon_low`, `horizon_high`, `token_horizon`
+                            H in tokens, its 95% interval, and what it would be of independent
+                            tokens
+    `horizons`              the mean length of sequences in horizons
+    `kl_k1`, `kl_k3`        two estimates of KL(mu || pi) per token, in nats
+    `mean_ratio`            mean of the tokens' ratios
+    `mean_ratio_error`      standard error of the mean ratio over sequences
+    `smallest_ratio`, `largest_ratio`
+                            extremes of the tokens' ratios; log ratios are limited to 300 in all
+                            numbers, so no ratio is above 2e130
+    `farthest`              sequence and position of the token whose log ratio is largest in size
+    `clip`                  PPO's clip
+    `clipped_above`         share of the tokens of positive advantage whose ratio is above 1 + clip;
+                            without advantages, share of all tokens
+    `clipped_below`         share of the tokens of negative advantage whose ratio is below 1 - clip;
+                            without advantages, share of all tokens
+    `clipped`               share of all tokens that PPO's clip drops; NaN without advantages
+    `token_mult_prob_error`
+                            mean of exp(|log ratio|), which NeMo-RL logs
+    `probs_diff_mean`, `probs_diff_max`
+                            absolute difference of the probabilities, which verl logs
+    `probs_correlation`     Pearson's correlation of the probabilities, which verl logs; NaN if they
+                            do not vary
+    `logp_diff_mean`, `logp_diff_max`
+                            absolute difference of the log-probabilities, which TRL logs
+    `stacks`                what each rule of the RL stacks does with these tokens (rules.py)
+    `notes`                 lines that say what limits the numbers
+    """
+
+    verdict: str
+    kind: str
+    causes: tuple[str, ...]
+    symptoms: tuple[Seen, ...]
+    precision: str
+    bits: float
+    sequences: int
+    tokens: int
+    mean_length: float
+    token_sample_size: float
+    sequence_sample_size: float
+    horizon: float
+    horizon_low: float
+    horizon_high: float
+    token_horizon: float
+    horizons: float
+    kl_k1: float
+    kl_k3: float
+    mean_ratio: float
+    mean_ratio_error: float
+    smallest_ratio: float
+    largest_ratio: float
+    farthest: tuple[int, int]
+    clip: float
+    clipped_above: float
+    clipped_below: float
+    clipped: float
+    token_mult_prob_error: float
+    probs_diff_mean: float
+    probs_diff_max: float
+    probs_correlation: float
+    logp_diff_mean: float
+    logp_diff_max: float
+    stacks: tuple[StackShare, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def has_advantages(self) -> bool:
+        return not math.isnan(self.clipped)
+
+    def __str__(self) -> str:
+        """The report in short lines. The first line has the verdict."""
+        return "\n".join([*self.headline(), *self.numbers(), *self.notes])
+
+    def headline(self) -> list[str]:
+        """The verdict, and lines that explain it."""
+        bits = f"arithmetic with about {max(self.bits, 0):.1f} bits of mantissa makes such a gap"
+        lines = {
+            "exact": ["exact: both policies give the same log-probabilities"],
+            "not judged": [
+                f"not judged: {self.tokens} tokens are too few to tell rounding from a bug; "
+                f"give at least {FEW_TOKENS}"
+            ],
+            "rounding": [f"rounding: no symptom of a bug; {bits}"],
+            "rounding or bug": [
+                f"rounding or bug: no symptom, but {bits}",
+                "  4-bit weights, a cache of 2 bits and FP8 in many layers do this; so do old "
+                "weights, weights that were not sent, dropout and another rope_theta",
+                "  say what both programs compute in, as in --precision bf16"
+                + ("" if self.has_advantages else ", and give advantages"),
+            ],
+            "bug": [],
+        }[self.verdict]
+        if self.verdict == "rounding" and not self.has_advantages:
+            lines.append("  give advantages, too, to tell old weights from rounding")
+        for kind in self.causes:
+            lines.append(f"{'also' if lines else 'bug'} ({kind}): {MEANING[kind]}")
+            least = NEARLY_SEEN if kind in STARTS else 1.0
+            of_kind = [x for x in self.symptoms if x.kind == kind and x.excess > least]
+            lines += [symptom.line for symptom in of_kind]
+        others = [x for x in self.symptoms if x.is_seen and x.kind not in self.causes]
+        return lines + [symptom.line for symptom in others]
+
+    def numbers(self) -> list[str]:
+        """Lines with the numbers of the report."""
+        interval = ""
+        if math.isfinite(self.horizon_low):
+            interval = f" (95% interval {amount(self.horizon_low)} to {amount(self.horizon_high)})"
+        together = ""
+        if self.horizon != self.token_horizon:
+            together = "; here ratios go together along a sequence"
+        above, below = f"{self.clipped_above:.2%} of", f"{self.clipped_below:.2%}"
+        clipped = f"{above} the tokens are above {1 + self.clip:g}, {below} below {1 - self.clip:g}"
+        if self.has_advantages:
+            clipped = (
+                f"would drop {self.clipped:.2%} of the tokens: {above} those with positive "
+                f"advantage, {below} with negative"
+            )
+        return [
+            f"horizon: {amount(self.horizon)} tokens{interval}, after which the weights of "
+            "sequences have an effective sample size of 0.9",
+            f"  if tokens were independent: {amount(self.token_horizon)}{together}",
+            f"lengths: sequences of {self.mean_length:,.1f} tokens are {amount(self.horizons)} "
+            "horizons long",
+            f"effective sample size: {self.token_sample_size:.4f} of the tokens, "
+            f"{self.sequence_sample_size:.4f} of the sequences",
+            f"divergence: {self.kl_k1:.3g} nats a token (k1), {self.kl_k3:.3g} (k3)",
+            f"ratios: mean {ratio_in_line(self.mean_ratio)} ± {self.mean_ratio_error:.1g}, "
+            f"from {self.smallest_ratio:.3g} to {self.largest_ratio:.3g}",
+            f"clip of pi / mu: {clipped}",
+            f"token_mult_prob_error: {ratio_in_line(self.token_mult_prob_error)} "
+            "(the mean of exp |log ratio|)",
+            f"probabilities: differ by {self.probs_diff_mean:.2g} (mean) and "
+            f"{self.probs_diff_max:.2g} (largest), Pearson correlation "
+            f"{self.probs_correlation:.4f}",
+            f"log-probabilities: differ by {self.logp_diff_mean:.2g} (mean) and "
+            f"{self.logp_diff_max:.2g} (largest, at {list(self.farthest)})",
+            caps_line(self.stacks),
+        ]
+
+    def stack_table(self) -> str:
+        """What each stack does with these tokens, by default and with its corrections."""
+        return stack_table(self.stacks)
+
+    def to_json(self) -> str:
+        """The report as a JSON object of all fields, in numbers of 9 digits.
+
+        NaN and infinity become null.
+        """
+        fields = self._asdict()
+        for name in ("symptoms", "stacks"):
+            fields[name] = [row._asdict() for row in fields[name]]
+        # NaN and infinity are names in Python's JSON.
+        rounded = json.loads(
+            json.dumps(fields),
+            parse_float=lambda number: float(f"{float(number):.9g}"),
+            parse_constant=lambda name: None,
+        )
+        # An exponent makes long numbers shorter.
+        return re.sub(
+            r"\d{10,}\.0\b",
+            lambda number: f"{float(number[0]):.9g}",
+            json.dumps(rounded, indent=2),
+        )
+
+
+def amount(x: float) -> str:
+    """A positive number in a line, without decimals from 10 up, and with an exponent if huge."""
+    return f"{x:,.0f}" if 10 <= x < 1e9 else f"{x:.2g}"
+
+
+def mismatch(
+    learner_logp,
+    actor_logp=None,
+    mask=None,
+    advantages=None,
+    clip: float = 0.2,
+    lengths=None,
+    precision: str | float | None = None,
+    tokens=None,
+) -> MismatchReport:
+    """Compares the learner's and the actor's log-probabilities of sampled tokens.
+
+        >>> import torch
+        >>> actor_logp = -torch.rand(64, 100)
+        >>> report = mismatch(actor_logp.bfloat16(), actor_logp)
+        >>> report.verdict
+        'rounding'
+        >>> report.horizon > 100
+        True
+
+    `learner_logp`, `actor_logp`  log-probabilities of the same tokens, which the actor sampled, of
+                                  any floating-point type, in PyTorch or NumPy: [sequences, tokens],
+                                  or a list with a list or an array for each sequence, or one row of
+                                  packed sequences with `lengths`
+    `mask`                        the tokens that count, such as those of answers, in the same form,
+                                  of booleans or of 0 and 1 of any type; the default is all tokens
+    `advantages`                  [sequences], or one for each token in the same form; they show
+                                  which tokens PPO's clip drops, and whether the actor's weights are
+                                  old
+    `clip`                        PPO's clip: how far a ratio may differ from 1
+    `lengths`                     [sequences], the number of tokens of each sequence in a packed
+                                  row: the differences of cumulated lengths (`cu_seqlens`)
+    `precision`                   what both programs claim to compute in, such as "bf16", or the
+                                  bits that you expect, such as those of a sound dump of your own,
+                                  less one; a gap that this cannot explain is then a bug
+    `tokens`                      the tokens' numbers in the vocabulary, in the same form; they show
+                                  whether tokens that occur again differ from new ones
+
+    `learner_logp` may also be a dict that holds the arrays under these names, or under those of
+    TRL, verl, OpenRLHF or NeMo-RL, such as verl's `batch.batch`. What else it holds is left alone.
+
+    A verdict needs 256 tokens. Sequences and positions are compared if there are 16 sequences.
+    Raises ValueError, with a message of one line, for arrays that cannot be log-probabilities of
+    the same tokens.
+    """
+    arrays = arrays_of(
+        learner_logp,
+        actor_logp=actor_logp,
+        mask=mask,
+        advantages=advantages,
+        lengths=lengths,
+        tokens=tokens,
+    )
+    gap = gap_of(**arrays)
+    if not (isinstance(clip, int | float) and 0 < clip < 1):
+        raise ValueError(f"clip is {clip!r}: use a number above 0 and below 1, such as 0.2")
+    if precision is not None and precision not in BITS_LEFT:
+        try:
+            bits = float(precision)
+        except (TypeError, ValueError):
+            bits = math.nan
+        if not math.isfinite(bits):
+            raise ValueError(
+                f"precision is {precision!r}: use one of {', '.join(BITS_LEFT)}, or a number of "
+                "bits"
+            )
+        precision = bits
+    rest, fillers = without_fillers(gap)
+    symptoms = symptoms_of(rest, precision)
+    verdict, causes = judge(rest, symptoms)
+    if verdict == "rounding" and precision is None:
+        # Arithmetic of 16 bits leaves more than 4 bits of mantissa, and FP8 mostly does. Log ratios
+        # below 0.05 hardly matter, whatever made them.
+        if np.abs(rest.flat.log_ratio).mean() > 0.05 and bits_of(rest, is_robust=True) < 4:
+            verdict = "rounding or bug"
+    numbers = numbers_of(gap, float(clip))
+    notes = notes_on(gap, numbers["token_mult_prob_error"], "mask" in arrays, fillers is not None)
+    if fillers:
+        notes.append(note_on_others(verdict, causes, rest))
+        verdict = "bug"
+        causes = [fillers.kind]
+        symptoms = [fillers, *symptoms]
+    return MismatchReport(
+        verdict=verdict,
+        kind=causes[0] if causes else "",
+        causes=tuple(causes),
+        symptoms=tuple(symptoms),
+        precision="" if precision is None else str(precision),
+        notes=tuple(notes),
+        **numbers,
+    )
+
+
+# The numbers of the report
+
+
+def numbers_of(gap: Gap, clip: float) -> dict:
+    """The fields of the report that are numbers."""
+    learner_probs = np.exp(gap.flat.learner)
+    actor_probs = np.exp(gap.flat.actor)
+    log_ratio = gap.flat.log_ratio
+    excess = gap.flat.excess  # ratio - 1
+    is_used = gap.mask.any(1)
+    by_sequence = gap.log_ratio.sum(1)[is_used]
+    mean_length = float(gap.mask.sum(1)[is_used].mean())
+    horizons = horizons_of(Aligned.of(gap))
+    probs_difference = np.abs(learner_probs - actor_probs)
+    return {
+        "bits": bits_of(gap),
+        "sequences": gap.sequences,
+        "tokens": len(log_ratio),
+        "mean_length": mean_length,
+        "token_sample_size": kish(np.exp(log_ratio - log_ratio.max())),
+        "sequence_sample_size": (
+            kish(np.exp(by_sequence - by_sequence.max())) if gap.sequences > 1 else math.nan
+        ),
+        **horizons,
+        "horizons": mean_length / horizons["horizon"],
+        "kl_k1": float(-log_ratio.mean()),
+        "kl_k3": float((excess - log_ratio).mean()),
+        "mean_ratio": 1 + float(excess.mean()),
+        "mean_ratio_error": standard_error(gap.excess, gap.mask),
+        "smallest_ratio": 1 + float(excess.min()),
+        "largest_ratio": 1 + float(excess.max()),
+        "farthest": gap.farthest,
+        "clip": clip,
+        **clipped_shares(gap, clip),
+        "token_mult_prob_error": float(np.exp(np.minimum(np.abs(log_ratio), LARGEST)).mean()),
+        "probs_diff_mean": float(probs_difference.mean()),
+        "probs_diff_max": float(probs_difference.max()),
+        "probs_correlation": pearson(learner_probs, actor_probs),
+        "logp_diff_mean": float(np.abs(log_ratio).mean()),
+        "logp_diff_max": float(np.abs(log_ratio).max()),
+        "stacks": tuple(StackShare.of(*rule, gap) for rule in RULES),
+    }
+
+
+def pearson(x: np.ndarray, y: np.ndarray) -> float:
+    x = x - x.mean()
+    y = y - y.mean()
+    size = math.sqrt(float(x @ x) * float(y @ y))
+    return float(x @ y) / size if size > 0 else math.nan
+
+
+def clipped_shares(gap: Gap, clip: float) -> dict[str, float]:
+    """Shares of tokens that PPO's clip drops: those above, those below, and both of all tokens."""
+    is_above = 1 + gap.flat.excess > 1 + clip
+    is_below = 1 + gap.flat.excess < 1 - clip
+    if gap.advantages is None:
+        return {
+            "clipped_above": float(is_above.mean()),
+            "clipped_below": float(is_below.mean()),
+            "clipped": math.nan,
+        }
+    advantages = gap.advantages[gap.mask]
+    above = is_above & (advantages > 0)
+    below = is_below & (advantages < 0)
+    return {
+        "clipped_above": float(above.sum() / max((advantages > 0).sum(), 1)),
+        "clipped_below": float(below.sum() / max((advantages < 0).sum(), 1)),
+        "clipped": float((above | below).mean()),
+    }
+
+
+# The horizon
+
+
+def horizons_of(gap: Aligned) -> dict[str, float]:
+    """The horizon in tokens, its 95% interval, and what it would be of independent tokens.
+
+    The interval is a bootstrap over sequences; NaN for a single sequence or an infinite horizon.
+    """
+    sums, counts = squares_of(gap, 1)
+    single = horizon_of(1, sums.sum() / counts.sum())
+    length, horizon = 1, single
+    while 2 * length <= min(gap.mask.shape[1], 2 * horizon):
+        longer_sums, longer_counts = squares_of(gap, 2 * length)
+        if longer_counts.sum() < 32:  # the spread of fewer products is chance
+            break
+        length *= 2
+        sums, counts = longer_sums, longer_counts
+        horizon = horizon_of(length, sums.sum() / counts.sum())
+    if horizon * 1.5 >= single:  # ratios hardly go together
+        length, horizon = 1, single
+        sums, counts = squares_of(gap, 1)
+    low, high = math.nan, math.nan
+    sums, counts = sums[counts > 0], counts[counts > 0]
+    if len(counts) > 1 and horizon < math.inf:
+        generator = np.random.default_rng(0)
+        drawn = [generator.integers(len(counts), size=len(counts)) for _ in range(400)]
+        spreads = [sums[i].sum() / counts[i].sum() for i in drawn]
+        high, low = (horizon_of(length, x) for x in np.quantile(spreads, (0.025, 0.975)))
+    return {
+        "horizon": horizon,
+        "horizon_low": low,
+        "horizon_high": high,
+        "token_horizon": single,
+    }
+
+
+def squares_of(gap: Aligned, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ratio - 1)^2 of products of `length` neighbouring ratios.
+
+    Their sum over each sequence, [S], and the number of products that it has, [S].
+    """
+    if length == 1:
+        squares = np.where(gap.mask, np.square(gap.excess), 0.0)
+        return squares.sum(1), gap.lengths
+    until = np.pad(np.cumsum(gap.log_ratio, axis=1), ((0, 0), (1, 0)))
+    starts = np.arange(0, gap.mask.shape[1] - length + 1, length)
+    is_whole = starts + length <= gap.lengths[:, None]  # the sequence has all of these tokens
+    product = until[:, starts + length] - until[:, starts]
+    squares = np.square(np.expm1(np.minimum(product, LARGEST)))
+    return np.where(is_whole, squares, 0.0).sum(1), is_whole.sum(1)
+
+
+def horizon_of(length: int, spread: float) -> float:
+    """The length at which a sequence has an effective sample size of 0.9.
+
+    `spread` is the mean of (ratio - 1)^2, for products of `length` ratios.
+    """
+    return length * (math.log(0.9) / -math.log1p(spread)) if spread > 0 else math.inf
+
+
+# The verdict
+
+
+def judge(gap: Gap, symptoms: list[Seen]) -> tuple[str, list[str]]:
+    """The verdict, and the kinds of bugs in order. `symptoms` begin with the strongest."""
+    if not gap.log_ratio.any():
+        return "exact", []
+    if not symptoms:
+        return "not judged", []
+    seen = [symptom for symptom in symptoms if symptom.is_seen]
+    if any(symptom.kind in STARTS for symptom in seen):
+        # Another prompt makes log-probabilities as unlike as other labels do, but from a place on.
+        seen = [x for x in seen if x.name != "log-probabilities of other labels"]
+    kinds = list(dict.fromkeys(symptom.kind for symptom in seen))
+    if not kinds:
+        return "rounding", []
+    # A bug of one of these kinds often has symptoms of other kinds, too. The first one seen is
+    # named, and beside it only the kinds in brackets, which it does not explain.
+    leading_kinds = {
+        "shift": (),
+        "temperature": ("truncation",),
+        "truncation": (),
+        "stale": (),
+        "repetition": ("beginning", "last token"),
+    }
+    for leading, beside in leading_kinds.items():
+        if leading in kinds:
+            return "bug", [leading, *(kind for kind in beside if kind in kinds)]
+    # These say that something is wrong, the other kinds say what.
+    vague = [x for x in ("mean ratio", "heavy tail", "precision", "other") if x in kinds]
+    named = [kind for kind in kinds if kind not in vague]
+    if not named:
+        # That there is a bug is certain, so a weaker symptom is enough to say where it begins.
+        starts = [x.kind for x in symptoms if x.kind in STARTS and x.excess > NEARLY_SEEN]
+        named = list(dict.fromkeys(starts))
+    # Few tokens, here and there, make sequences or positions differ by chance, too. So a heavy tail
+    # must exceed its limit twice as far as others theirs.
+    of_places = ("padding", "template", "beginning", "last token", "trend")
+    tail = max((x.excess for x in symptoms if x.kind == "heavy tail"), default=0.0)
+    places = max((x.excess for x in symptoms if x.kind in of_places), default=0.0)
+    if tail > max(1.0, 2 * places):
+        named.insert(0, "heavy tail")
+    if len(named) > 1 and "trend" in named:
+        named.remove("trend")  # a larger gap at some positions is a trend, too
+    return "bug", named or vague[:1]
+
+
+def note_on_others(verdict: str, causes: list[str], gap: Gap) -> str:
+    """What the tokens that are no fillers look like."""
+    if not gap.mask.any():
+        return "note: no other tokens are left to judge"
+    bits = f"{max(bits_of(gap), 0):.1f} bits"
+    says = {
+        "rounding": f", and they look like rounding to {bits}",
+        "rounding or bug": f", with a gap as of {bits}: rounding or a bug",
+    }.get(verdict, f": {verdict}")
+    if verdict == "bug":
+        says = f", and they have a bug ({causes[0]}): {MEANING[causes[0]]}"
+    return f"note: without these tokens, {gap.mask.sum():,} are left{says}"
+
+
+def notes_on(gap: Gap, error: float, has_mask: bool, has_fillers: bool) -> list[str]:
+    """Lines that say what limits the numbers of the report. `error` is token_mult_prob_error."""
+    zeros = float(((gap.flat.learner == 0) & (gap.flat.actor == 0)).mean())
+    has_zeros = zeros > 0.05
+    largest = float(-gap.actor.min())
+    step = gap.step * 2.0 ** math.floor(math.log2(max(largest, TINY)))
+    notes = (
+        (
+            error > 1.05,
+            f"alarm: token_mult_prob_error is {ratio_in_line(error)}, above the limit of 1.05 "
+            "(NeMo-RL's tests ask for less)",
+        ),
+        (gap.sequences == 1, "note: of one sequence there is no sample size of sequences"),
+        (
+            1 < gap.sequences < FEW_SEQUENCES,
+            f"note: sequences and positions are compared with {FEW_SEQUENCES} sequences or more",
+        ),
+        (
+            has_zeros,
+            f"note: both log-probabilities are exactly 0 at {zeros:.0%} of the tokens. If these "
+            "are fillers, mask them: they make the gap look smaller.",
+        ),
+        (
+            gap.step > COARSE and largest > 0,
+            f"note: the file's type has steps of {step:.2g} near a log-probability of "
+            f"{-largest:.1f}. A gap of that size is the file's, so the horizon is a lower bound. "
+            "Save float32.",
+        ),
+        (
+            not has_mask and (has_fillers or has_zeros),
+            "note: there is no mask. Give a mask: padding and tool tokens out.",
+        ),
+    )
+    return [note for is_true, note in notes if is_true]

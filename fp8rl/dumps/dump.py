@@ -20,10 +20,9 @@ left alone. Every error is a ValueError of one line that names the array and the
 
 import functools
 import json
-import math
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -58,12 +57,6 @@ NAMES = {
     ),
 }
 KNOWN = {name for names in NAMES.values() for name in names}
-# Where a stack has two masks, a token counts if it is in both.
-PAIRS = (
-    ["completion_mask", "tool_mask"],
-    ["token_mask", "sample_mask"],
-    ["token_loss_mask", "sample_loss_mask"],
-)
 # The kinds of NumPy's types that an array may have, and what is said of all others.
 KINDS = {
     LEARNER: ("f", "give floating point, such as float32"),
@@ -140,15 +133,6 @@ class Gap:
         """The row and the column of the token whose log ratio is largest in size."""
         size = np.abs(self.log_ratio)
         return tuple(np.argwhere(size == size.max())[0].tolist())
-
-    def without(self, tokens: np.ndarray) -> "Gap":
-        """The same gap, in which `tokens`, [S, T], do not count."""
-        return replace(
-            self,
-            learner=np.where(tokens, 0.0, self.learner),
-            actor=np.where(tokens, 0.0, self.actor),
-            mask=self.mask & ~tokens,
-        )
 
 
 # Files
@@ -286,10 +270,16 @@ def take_arrays(subject: str, content: Mapping) -> dict:
     keys = content.keys()
     names = [x for x in keys if x not in KNOWN or not isinstance(content[x], str | None)]
     listed = ", ".join(ascii(name).strip("'") for name in names[:24]) or "nothing in it"
+    # Where a stack has two masks, a token counts if it is in both.
+    pairs_of_masks = (
+        ["completion_mask", "tool_mask"],
+        ["token_mask", "sample_mask"],
+        ["token_loss_mask", "sample_loss_mask"],
+    )
     arrays = {}
     for role, known in NAMES.items():
         present = [name for name in known if name in names]
-        if present in PAIRS:
+        if present in pairs_of_masks:
             arrays[role] = both_masks(*present, content)
         elif len(present) > 1:
             raise ValueError(
@@ -300,9 +290,10 @@ def take_arrays(subject: str, content: Mapping) -> dict:
         elif role in (LEARNER, ACTOR):
             others = ", ".join(known[1:])
             raise ValueError(f"{subject}, which has no {role} (or {others}): there is {listed}")
-    if "tokens" in arrays and "tokens" not in names:
-        if sizes_of(arrays["tokens"]) != sizes_of(arrays[ACTOR]):
-            del arrays["tokens"]  # they are of other tokens, such as those with a prompt
+    # Those of stacks may be of other tokens, such as those with a prompt
+    are_of_a_stack = "tokens" in arrays and "tokens" not in names
+    if are_of_a_stack and sizes_of(arrays["tokens"]) != sizes_of(arrays[ACTOR]):
+        del arrays["tokens"]
     return arrays
 
 
@@ -453,7 +444,7 @@ def padded(role: str, rows: list[np.ndarray], counts: np.ndarray) -> np.ndarray:
             f"{role} has {len(rows):,} sequences, and actor_logp has {len(counts):,}: give {role} "
             "of the same tokens"
         )
-    values = np.full((len(rows), counts.max()), math.nan)
+    values = np.full((len(rows), counts.max()), np.nan)
     for i, row in enumerate(rows):
         if len(row) != counts[i]:
             raise ValueError(
@@ -469,8 +460,8 @@ def rows_of(role: str, x, lengths: np.ndarray | None) -> tuple[list[np.ndarray],
     x = opened(x)
     if isinstance(x, list | tuple) and depth_of(x) == 2:
         pairs = [array_of(role, row, f"{role}[{i}]") for i, row in enumerate(x)]
-        rows = [row for row, _ in pairs]
-        step = max(step for _, step in pairs)
+        rows, steps = zip(*pairs, strict=True)
+        step = max(steps)
         for i, row in enumerate(rows):
             if row.ndim != 1:
                 raise ValueError(f"{role}[{i}] has the shape {row.shape}: give [tokens]")
@@ -516,15 +507,12 @@ def array_of(role: str, x, name: str = "") -> tuple[np.ndarray, float]:
     """
     kinds, fix = KINDS[role]
     name = name or role
-    step = 0.0
     try:
         if isinstance(x, torch.Tensor):
-            if x.dtype.is_floating_point:
-                step = torch.finfo(x.dtype).eps
-                x = x.double()
-            array = x.detach().cpu().numpy()
+            # NumPy has no bfloat16
+            array = (x.double() if x.is_floating_point() else x).numpy(force=True)
         elif isinstance(x, list | tuple):
-            array = np.asarray([math.nan if entry is None else entry for entry in x])
+            array = np.asarray([np.nan if entry is None else entry for entry in x])
             kinds += "iu"
         else:
             array = np.asarray(x)
@@ -532,9 +520,10 @@ def array_of(role: str, x, name: str = "") -> tuple[np.ndarray, float]:
         raise ValueError(f"{name} is no array of numbers: {fix}") from error
     if array.dtype.kind not in kinds:
         raise ValueError(f"{name} is {getattr(x, 'dtype', array.dtype)}: {fix}")
-    if array.dtype.kind == "f" and not step:
-        step = float(np.finfo(array.dtype).eps)
-    return array.astype(np.float64), step
+    if array.dtype.kind != "f":
+        return array.astype(np.float64), 0.0
+    info = torch.finfo(x.dtype) if isinstance(x, torch.Tensor) else np.finfo(array.dtype)
+    return array.astype(np.float64), float(info.eps)
 
 
 def unpacked(name: str, row: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:

@@ -27,9 +27,8 @@ log-probability. The other symptoms are measured without these tokens.
 """
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -40,9 +39,6 @@ FEW_TOKENS = 256  # with fewer tokens, chance alone reaches the limits
 FEW_SEQUENCES = 16  # with fewer sequences, sequences and positions are not compared
 CHANCE = 5.0  # standard deviations over permutations; of a maximum, one in a thousand is beyond
 PERMUTATIONS = 200
-# If weights and activations are rounded to b bits of mantissa, rms(d) / std(actor_logp) is about
-# SIZE * 2^-b.
-SIZE = 0.55
 # Bits that remain at least if both programs compute in a format. That is its bits of mantissa, less
 # three for errors that add up over layers (float32: less nine, because log-probabilities of large
 # vocabularies are sums of many terms).
@@ -77,7 +73,7 @@ class Seen(NamedTuple):
     value: float
     limit: float
     says: str
-    share: float = math.nan
+    share: float = np.nan
 
     @property
     def is_seen(self) -> bool:
@@ -224,16 +220,6 @@ class Aligned(Gap):
         enough = np.flatnonzero(counts >= FEW_SEQUENCES)
         return enough, sums[enough] / counts[enough]
 
-    @property
-    def is_repeated(self) -> np.ndarray:
-        """Where a token has the number of a token before it in the same sequence, [S, T]."""
-        rows, places = np.nonzero(self.mask)
-        numbers, kind = np.unique(self.tokens[self.mask], return_inverse=True)
-        _, first = np.unique(rows * len(numbers) + kind, return_index=True)
-        is_repeated = self.mask.copy()
-        is_repeated[rows[first], places[first]] = False
-        return is_repeated
-
     def median(self, start: int, stop: int | None = None) -> float:
         """The median score at these positions, over sequences: a few do not change it."""
         scores = self.centred[:, start:stop][self.mask[:, start:stop]]
@@ -303,7 +289,7 @@ def measure(name: str, gap: Aligned) -> Seen | None:
         value=float(numbers["value"]),
         limit=max(row.limit, float(numbers.get("chance", 0.0))),
         says=row.sentence.format(**numbers),
-        share=float(numbers.get("share", math.nan)),
+        share=float(numbers.get("share", np.nan)),
     )
 
 
@@ -339,7 +325,9 @@ def bits_of(gap: Gap, is_robust: bool = False) -> float:
         size = min(size, 1.4 * np.abs(gap.flat.log_ratio).mean())
     if size == 0:
         return np.inf
-    return float(np.log2(SIZE * max(gap.flat.actor.std(), TINY) / size))
+    # If weights and activations are rounded to b bits of mantissa, rms(d) / std(actor_logp) is
+    # about 0.55 * 2^-b.
+    return float(np.log2(0.55 * max(gap.flat.actor.std(), TINY) / size))
 
 
 def ratio_in_line(x: float) -> str:
@@ -548,7 +536,12 @@ def seen_before(gap: Aligned) -> dict | None:
     """
     if gap.tokens is None or gap.sequences < FEW_SEQUENCES:
         return None
-    is_repeated = gap.is_repeated
+    # Where a token has the number of a token before it in the same sequence, [S, T]
+    is_repeated = gap.mask.copy()
+    rows, places = np.nonzero(gap.mask)
+    numbers, kind = np.unique(gap.tokens[gap.mask], return_inverse=True)
+    _, first = np.unique(rows * len(numbers) + kind, return_index=True)
+    is_repeated[rows[first], places[first]] = False
     relative = np.clip(gap.log_ratio / np.maximum(gap.typical, TINY), -3.0, 3.0)
 
     def without_bins(x: np.ndarray) -> np.ndarray:
@@ -912,16 +905,21 @@ def without_fillers(gap: Gap) -> tuple[Gap, Seen | None]:
     if gap.mask.sum() < FEW_TOKENS or not gap.log_ratio.any():
         return gap, None
     aligned = Aligned.of(gap)
-    whose, logp = "the actor's", aligned.actor
-    fillers = fillers_of(logp, aligned.learner, aligned)
-    if not fillers.any():
-        whose, logp = "the learner's", aligned.learner
-        fillers = fillers_of(logp, aligned.actor, aligned)
-    if not fillers.any():
+    both = aligned.actor, aligned.learner
+    for logp, other in (both, both[::-1]):
+        fillers = fillers_of(logp, other, aligned)
+        if fillers.any():
+            break
+    else:
         return gap, None
     tokens = np.zeros_like(gap.mask)
     np.put_along_axis(tokens, aligned.columns, fillers, 1)
-    rest = gap.without(tokens)
+    rest = replace(
+        gap,
+        learner=np.where(tokens, 0.0, gap.learner),
+        actor=np.where(tokens, 0.0, gap.actor),
+        mask=gap.mask & ~tokens,
+    )
     # A shift puts other numbers beside the zeros of tokens that are certain.
     is_judged = rest.mask.sum() >= FEW_TOKENS
     if is_judged and measure("fit of a neighbouring token", Aligned.of(rest)).is_seen:
@@ -932,14 +930,15 @@ def without_fillers(gap: Gap) -> tuple[Gap, Seen | None]:
         constant = 0.0
     where, fix = whereabouts(fillers, aligned)
     is_everywhere = fillers.sum() >= NEARLY * gap.mask.sum()
-    is_greedy = is_everywhere and constant == 0 and logp is aligned.actor
+    whose = "the actor" if logp is aligned.actor else "the learner"
+    is_greedy = is_everywhere and constant == 0 and whose == "the actor"
     square = np.square(gap.log_ratio)
     symptom = Seen(
         name="fillers",
         kind="greedy" if is_greedy else "filler",
         value=float(tokens.sum()),
         limit=FEW - 1.0,
-        says=f"{whose} log-probabilities are exactly {constant:g} at {where}. {fix}",
+        says=f"{whose}'s log-probabilities are exactly {constant:g} at {where}. {fix}",
         share=float(square[tokens].sum() / max(square[gap.mask].sum(), TINY**2)),
     )
     return rest, symptom

@@ -19,9 +19,8 @@ else:
     os.environ["PYTHONPATH"] = options["PYTHONPATH"]
 
 sys.path.insert(0, options["package"])
-attach = importlib.import_module("fp8rl.doctor.attach")
+importlib.import_module("fp8rl.doctor.attach").Attached(**options["doctor"]).install()
 sys.path.remove(options["package"])
-attach.Attached(**options["doctor"]).install()
 
 # The module that this one hides. Where there is none, Python expects this ImportError.
 del sys.modules["sitecustomize"]
