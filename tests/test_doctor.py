@@ -334,6 +334,16 @@ def test_a_sample_has_enough_of_each_tensor_and_its_numbers_count_alike():
     assert Sample(tensors, 10**9, seed=0).numbers_per_tensor == 1000
 
 
+def test_rates_through_the_training_are_by_tensor():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    doctor = Doctor(optimizer, formats=("weights=bf16", "m=e4m3"), model=model)
+    fit(model, optimizer, 96)
+    whole = {name: rates.item() for name, rates in doctor.rates("m=e4m3", parts=1).items()}
+    assert whole == pytest.approx(next(x for x in doctor.report() if x.text == "m=e4m3").tensors)
+    assert [len(rates) for rates in doctor.rates("weights=bf16").values()] == [3, 3]
+
+
 def test_standard_errors_are_how_far_rates_of_samples_are_spread():
     """Weights of two tensors that move or stand still, the same ones in all four windows."""
     draw = np.random.default_rng(0)

@@ -376,6 +376,18 @@ class Doctor(Hooks):
             report.notes.append(f"{NO_STEP}: there is nothing to judge")
         return report
 
+    def rates(self, text: str, parts: int | None = None) -> dict[str, Iterable[float]]:
+        """How the rate of a place and format changed while the first optimizer trained.
+
+        Returns each tensor's rates by its name, one for each of so many `parts` of the training, or
+        for each window of updates. A rate is negative where few bits moved the tensor backwards.
+        Raises KeyError for a text that is not among `formats`.
+        """
+        shadows = self.patients[0].watcher.shadows
+        ruler = {text: shadow.ruler for shadow in shadows for text in shadow.ruler.texts}[text]
+        windows = ruler.in_parts(ruler.texts.index(text), parts or len(ruler.windows))
+        return dict(zip(ruler.tensor_names, windows.rates.T, strict=True))
+
     def findings_of(self, watcher: Watcher) -> list[Finding]:
         """The findings of an optimizer, in the order of the formats, with cures."""
         findings = {

@@ -387,7 +387,7 @@ class Hooks:
             self.after_wrapper(innermost)
 
     def after_wrapper(self, optimizer) -> None:
-        pass
+        """Is called after the step of a wrapper whose own optimizer is watched."""
 
 
 def modules_alive() -> list[nn.Module]:
