@@ -26,7 +26,6 @@ from .bits.places import Places
 from .config import Config
 from .disk.mapped_ring import MappedRing
 from .disk.restore import restore
-from .env import Cart
 from .evaluate import Evaluator
 from .losses import LossCoefficients, no_all_reduce
 from .machine import processes
@@ -43,8 +42,7 @@ from .precision import Precision
 from .replay.ring import ReplayBuffer
 from .returns import RewardScale
 from .rollout import Collector
-from .tasks.by_id import task_of
-from .tasks.environments import env_maker, environment_of
+from .tasks.environments import env_maker, tensor_task
 from .train import Learner, Parts, Run
 
 # First seed of Gymnasium's environments in evaluations, so that their starts differ from those of
@@ -77,9 +75,9 @@ def build(
     # A resumed run starts other episodes of Gymnasium.
     iterations = len(state["history"].get("iteration", ())) if state else 0
     first_seed = rng.seed_of(rng.seed_of(config.seed, "starts", iterations), "starts", rank)
-    make_env = env_maker(config, plan.environment, first_seed, plan.vectorization)
+    make_env = env_maker(config, plan.task, first_seed, machine.vectorization)
     # Never "async", which would start a process for each episode.
-    make_evaluation_env = env_maker(config, plan.environment, FIRST_EVALUATION_SEED)
+    make_evaluation_env = env_maker(config, plan.task, FIRST_EVALUATION_SEED)
     env = make_env(plan.num_envs, config.start_noise, acting.device, seed)
     settled = config.settled(env)
     model = make_network(config, env, plan.network)
@@ -131,7 +129,7 @@ def build(
     one_kernel = functools.partial(as_population, precision=acting.name)
     put_kernels_into(run, one_kernel if plan.acts_by_kernel else None)
     if state:
-        restore(run, processes.part_of(state), new_episodes=plan.environment == "gymnasium")
+        restore(run, processes.part_of(state), new_episodes=plan.task is None)
     if plan.uses_graph:
         run.launch = GraphQueue(plan.learn_device)
     return run
@@ -163,8 +161,8 @@ def build_population(configs: list[Config], device="cpu", graph: bool = True) ->
     same one, and MemoryError if the agents do not fit into memory.
     """
     require_one_population(configs, device)
-    task = task_of(configs[0].env_id) or Cart
-    make_env = env_maker(configs[0], environment_of(configs[0]))
+    task = tensor_task(configs[0])
+    make_env = env_maker(configs[0], task)
     population = Population(configs, [config.settled(task) for config in configs], make_env, device)
     population.learner.gradients = gradients_on(torch.device(device))
     put_kernels_into(population, Agents.acting)

@@ -14,11 +14,12 @@ import torch
 
 from ..bits.places import STATE, Places, places_of
 from ..config import Config
+from ..env import TensorEnv
 from ..model import ActorCritic, shapes_of
 from ..normalization import NETWORKS
 from ..precision import PRECISIONS, Precision
 from ..replay.ring import ring_bytes
-from ..tasks.environments import environment_of, normalizes_observations, sizes_of
+from ..tasks.environments import normalizes_observations, sizes_of, tensor_task
 from ..tasks.gymnasium_env import VECTORIZATIONS
 from . import hardware
 from .by_hand import NETWORKS_BY_HAND
@@ -41,10 +42,8 @@ class Plan:
     store_device: torch.device
     evaluate_device: torch.device
 
-    # What the environments are: "cart", "task" or "gymnasium" (tasks/environments.py).
-    environment: str
-    # How Gymnasium steps the environments of the training: "sync" or "async".
-    vectorization: str
+    # Class of the environments as tensors; None if Gymnasium steps them (tasks/environments.py).
+    task: type[TensorEnv] | None
     # Environments of this process.
     num_envs: int
 
@@ -101,9 +100,9 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
 
     # The environments, and the matrix products of the network for them.
     num_envs = config.num_envs // processes
-    environment = environment_of(config, machine.vectorization)
+    task = tensor_task(config, machine.vectorization)
     normalizes = normalizes_observations(config)
-    sizes = sizes_of(config, environment)
+    sizes = sizes_of(config, task)
     shapes = shapes_of(config, sizes.features, sizes.num_actions)
     learner, actor = matmuls_of(config)
     proximal = clips_by_learner(config, learner, actor)
@@ -112,13 +111,13 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
 
     # How the policy acts, and how iterations are launched.
     acts_by_kernel = machine.fast_forward and config.encoder == "mlp"
-    if environment == "gymnasium" or normalizes or places:
+    if task is None or normalizes or places:
         acts_by_kernel = False
     if PRECISIONS[config.acting_precision].tf32:
         acts_by_kernel = False
     one_device = learn_device == collect_device == store_device
     uses_graph = machine.graph and processes == 1 and one_device and has_graphs(learn_device)
-    if environment == "gymnasium" or normalizes or places:
+    if task is None or normalizes or places:
         uses_graph = False
 
     # The ring.
@@ -141,8 +140,7 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
         collect_device=collect_device,
         store_device=store_device,
         evaluate_device=evaluate_device,
-        environment=environment,
-        vectorization=machine.vectorization or "sync",
+        task=task,
         num_envs=num_envs,
         network=networks[config.encoder, normalizes],
         acting_precision=config.acting_precision,

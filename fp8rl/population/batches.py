@@ -15,7 +15,7 @@ from ..machine.plan import bytes_at_work
 from ..model import shapes_of
 from ..precision import Precision
 from ..replay.ring import ring_bytes
-from ..tasks.environments import Sizes, environment_of, sizes_of
+from ..tasks.environments import Sizes, sizes_of, tensor_task
 
 # The fields of Config in which the agents of a population may differ.
 FREE = (
@@ -62,7 +62,7 @@ def batches(configs: Iterable[Config], most: int) -> list[list[Config]]:
 
 def obstacle(config: Config) -> str | None:
     """Why a config cannot be in a population, or None if it can."""
-    if environment_of(config) == "gymnasium":
+    if tensor_task(config) is None:
         remedy = "train it alone, a population takes only tasks as tensors (fp8rl/tasks)"
         return f"env_id is {config.env_id}: {remedy}"
     for name in ("encoder", "normalize_obs"):
@@ -88,7 +88,7 @@ def require_one_population(configs: list[Config], device, at_once: int = 1) -> N
         if reason := obstacle(config):
             raise ValueError(reason)
     common = shared(configs[0])
-    sizes = sizes_of(common, environment_of(common))
+    sizes = sizes_of(common, tensor_task(common))
     for config in configs:
         learner, actor = matmuls_of(config)
         shapes = shapes_of(config, sizes.features, sizes.num_actions)

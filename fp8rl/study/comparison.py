@@ -19,7 +19,7 @@ from ..disk.safe_files import opened
 from ..history import History
 from ..precision import Precision
 from ..tasks.by_id import TASKS, task_of
-from ..tasks.gymnasium_env import gymnasium_id, interface_of
+from ..tasks.gymnasium_env import GymEnv, gymnasium_id
 from .statistics import bootstrap_interval, iqm
 
 THRESHOLD = float(gymnasium.spec("fp8rl/CustomEnv-v0").reward_threshold)  # the cart's
@@ -102,7 +102,7 @@ def threshold_of(env_id: str | None) -> float:
     if task and env_id not in TASKS:  # a task of one's own
         found = getattr(task, "reward_threshold", None)
     else:
-        interface_of(env_id)  # says why, if it cannot be made
+        GymEnv(env_id, 1).close()  # says why, if it cannot be made
         spec = gymnasium.registry.get(gymnasium_id(env_id))
         found = spec and spec.reward_threshold
     if found is None:
