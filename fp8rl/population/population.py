@@ -12,7 +12,6 @@ Agent k draws the same random numbers as a single Run with its config (rng.py). 
 that run learns, whatever the other agents are, except for the order in which a matmul sums.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -323,10 +322,6 @@ class Population(Run):
 
     def check_rollout(self, rollout_extremes: np.ndarray) -> None:
         """Stops the agents whose rollouts nothing can be learned from."""
-        lowest, highest = rollout_extremes.min(0), rollout_extremes.max(0)
-        with contextlib.suppress(ValueError):  # all agents at once first, which is faster
-            check_extremes([lowest[0], highest[1], lowest[2], highest[3], highest[4]])
-            return
         for agent, of_agent in enumerate(rollout_extremes.tolist()):
             try:
                 check_extremes(of_agent)
