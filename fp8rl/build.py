@@ -65,9 +65,9 @@ def build(
         machine = dataclasses.replace(machine, graph=False)
     rank, size = processes.rank_and_size()
     plan = plan_run(config, machine, size)
-    learning = Precision(config.precision, plan.learn_device)
-    acting = Precision(plan.acting_precision, plan.collect_device, "collect_precision")
-    evaluating = Precision(config.precision, plan.evaluate_device)
+    learning = Precision(config.precision, machine.on("learn"))
+    acting = Precision(config.acting_precision, machine.on("collect"), "collect_precision")
+    evaluating = Precision(config.precision, machine.on("evaluate"))
     all_reduce = processes.all_reduce if size > 1 else no_all_reduce
     seed = rng.seed_of(config.seed, "weights", rank) if rank else config.seed
 
@@ -113,17 +113,17 @@ def build(
     if rank == 0:
         evaluated = None
         if plan.evaluated_is_copy:
-            evaluated = copy.deepcopy(model).to(plan.evaluate_device)
+            evaluated = copy.deepcopy(model).to(evaluating.device)
         episodes = config.eval_episodes
         evaluator = Evaluator(episodes, evaluating, make_evaluation_env, evaluated, in_use)
     else:
         evaluator = processes.NoEvaluator()
     ring_settings = (plan.ring_rows, plan.num_envs, env.bounds, plan.codec)
     ring_options = (plan.action_size, plan.clips_by_learner)
-    if plan.ring_folder is None:
-        ring = ReplayBuffer(*ring_settings, plan.store_device, *ring_options)
+    if machine.memmap is None:
+        ring = ReplayBuffer(*ring_settings, machine.on("store"), *ring_options)
     else:
-        ring = MappedRing(plan.ring_folder, *ring_settings, *ring_options)
+        ring = MappedRing(machine.memmap, *ring_settings, *ring_options)
 
     run = kind(config, Parts(collector, learner, evaluator, ring), plan.slices)
     one_kernel = functools.partial(as_population, precision=acting.name)
@@ -131,7 +131,7 @@ def build(
     if state:
         restore(run, processes.part_of(state), new_episodes=plan.task is None)
     if plan.uses_graph:
-        run.launch = GraphQueue(plan.learn_device)
+        run.launch = GraphQueue(learning.device)
     return run
 
 

@@ -258,11 +258,6 @@ class Config:
         if these are fewer."""
         return min(self.capacity // self.num_envs, self.iterations * self.rollout_length + 1)
 
-    @property
-    def learning_rate_of_width(self) -> float:
-        """Adam's initial learning rate where `learning_rate` is None."""
-        return 1e-3 * math.sqrt(64 / self.hidden_size)
-
     def settled(self, env) -> "Config":
         """The config with numbers in place of None, where the width or the task decides them.
 
@@ -271,7 +266,7 @@ class Config:
         itself keeps None, so that a copy of it with another width or task gets other numbers.
         """
         derived = {
-            "learning_rate": self.learning_rate_of_width,
+            "learning_rate": 1e-3 * math.sqrt(64 / self.hidden_size),
             "gamma": min(max(1 - 4 / env.max_steps, 0.98), 0.995),
             "entropy_coef": env.distribution.ENTROPY_COEF,
         }

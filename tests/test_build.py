@@ -105,12 +105,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated_or_written(
 def test_a_plan_says_of_what_a_run_is_made():
     plain = plan_run(small())
     assert (plain.task, plain.num_envs, plain.slices) == (Cart, 16, 16)
-    assert (plain.network, plain.acting_precision) == (ActorCriticByHand, "fp32")
+    assert plain.network == ActorCriticByHand
     assert (plain.places, plain.acts_by_kernel) == ({}, True)
     assert not (plain.actor_is_copy or plain.evaluated_is_copy or plain.clips_by_learner)
-    assert not plain.uses_graph and plain.ring_folder is None
+    assert not plain.uses_graph
     acting = {"collect_precision": "fp8"}
-    clips = {"acting_precision": "fp8", "actor_is_copy": True, "clips_by_learner": True}
+    clips = {"actor_is_copy": True, "clips_by_learner": True}
     unrolled = {"acts_by_kernel": False}
     gymnasium = {"task": None}
     for fields, machine, processes, expected in (
@@ -123,7 +123,7 @@ def test_a_plan_says_of_what_a_run_is_made():
         (acting, {}, 1, clips),
         (acting | {"clip_by": "actor"}, {}, 1, {"clips_by_learner": False}),
         ({}, {}, 2, {"num_envs": 8, "slices": 8, "uses_graph": False}),
-        ({}, {"memmap": "ring"}, 1, {"ring_folder": "ring", "ring_rows": 1_250}),
+        ({}, {"memmap": "ring"}, 1, {"ring_rows": 1_250}),
     ):
         plan = plan_run(small(**fields), Machine(**machine), processes)
         assert {name: getattr(plan, name) for name in expected} == expected

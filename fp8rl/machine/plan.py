@@ -36,12 +36,6 @@ class Plan:
     that would not fit into this machine's memory, to learn that it does not fit.
     """
 
-    # Devices of the four parts of a run.
-    learn_device: torch.device
-    collect_device: torch.device
-    store_device: torch.device
-    evaluate_device: torch.device
-
     # Class of the environments as tensors; None if Gymnasium steps them (tasks/environments.py).
     task: type[TensorEnv] | None
     # Environments of this process.
@@ -49,8 +43,6 @@ class Plan:
 
     # Class of the network: one of normalization.NETWORKS, or one that acts by hand (by_hand.py).
     network: type[ActorCritic]
-    # Precision of the policy that acts.
-    acting_precision: str
     # Whether the policy that acts is a copy of the learner's network, because it has another
     # precision or device. Likewise the policy that is evaluated, if it has another device.
     actor_is_copy: bool
@@ -74,9 +66,8 @@ class Plan:
     action_size: int
     # How the ring stores observations.
     codec: str
-    # Time steps of the replay ring, the folder in which it is (None: in memory), and its bytes.
+    # Time steps of the replay ring, and its bytes.
     ring_rows: int
-    ring_folder: str | None
     ring_bytes: int
 
 
@@ -136,14 +127,9 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
     networks = NETWORKS | NETWORKS_BY_HAND if machine.fast_forward else NETWORKS
     actor_is_copy = config.acting_precision != config.precision or collect_device != learn_device
     return Plan(
-        learn_device=learn_device,
-        collect_device=collect_device,
-        store_device=store_device,
-        evaluate_device=evaluate_device,
         task=task,
         num_envs=num_envs,
         network=networks[config.encoder, normalizes],
-        acting_precision=config.acting_precision,
         actor_is_copy=actor_is_copy,
         evaluated_is_copy=evaluate_device != learn_device,
         places=places,
@@ -154,7 +140,6 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
         action_size=sizes.action_size,
         codec=codec,
         ring_rows=rows,
-        ring_folder=machine.memmap,
         ring_bytes=needed,
     )
 
