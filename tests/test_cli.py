@@ -244,7 +244,7 @@ def test_overwrite_replaces_a_run_and_leaves_nothing_of_it(tmp_path, capsys):
     with pytest.raises(SystemExit):
         run_cli("train", *TINY, "--out", tmp_path, "--overwrite", "--value-coef", "1e38")
     assert "gradient not finite" in capsys.readouterr().err
-    assert files_of(tmp_path) == [".fp8rl", "config.json"]
+    assert files_of(tmp_path) == [".fp8rl", "checkpoint.pt", "config.json"]
 
 
 NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8000 bytes"

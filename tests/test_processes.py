@@ -285,7 +285,7 @@ def test_a_killed_rank_ends_the_command_and_its_last_checkpoint_continues(tmp_pa
         [*command, "--checkpoint-every", "1"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as process:
         began = time.monotonic()
-        while not (out / "checkpoint.pt").exists():
+        while not (out / "metrics.csv").exists():
             assert process.poll() is None and time.monotonic() < began + PATIENCE
             time.sleep(0.05)
         ranks = ranks_of(process)

@@ -13,7 +13,7 @@ from typing import Annotated
 import tyro
 
 from ..config import Config
-from ..disk.run_folder import Folder, read_mark, require_free
+from ..disk.run_folder import BATCHES, Folder, read_mark, require_free
 from ..history import History
 from ..machine.hardware import cores, origin
 from ..population.batches import shared
@@ -243,5 +243,5 @@ def write_study(
         marks=comparison.env_id is None,
     )
     folder.write("curves.png", figures.png(figure))
-    folder.remove_matching("study")  # files of batches, if one has ended with all agents known
+    folder.remove(BATCHES)  # files of batches, if one has ended with all agents known
     print(text)

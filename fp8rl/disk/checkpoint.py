@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from ..bits.packed_tensors import unpack
 from ..config import Config
 from ..distribution import Categorical, Gaussian
 from ..machine import processes
@@ -103,20 +104,15 @@ def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config | l
         raise ValueError(
             f"checkpoint {path} does not fit this version's config: train again"
         ) from error
-    require_trust(f"checkpoint {path}", configs[0].env_id, trust)
-    return configs if isinstance(found, list) else configs[0], state
-
-
-def require_trust(what: str | Path, env_id: str | None, trust: bool) -> None:
-    """Raises ValueError for an env_id that would import a module.
-
-    It may do so if the module is imported already, or if the user trusts the file.
-    """
-    module, _, _ = (env_id or "").rpartition(":")
+    env_id = configs[0].env_id or ""
+    module, _, _ = env_id.rpartition(":")
+    # A module that is imported runs its code, unless it has run already.
     if module and module not in sys.modules and not trust:
         raise ValueError(
-            f"{what} has env_id {env_id!r}: import {module} first, or add --trust if you trust it"
+            f"checkpoint {path} has env_id {env_id!r}: import {module} first, "
+            "or add --trust if you trust it"
         )
+    return configs if isinstance(found, list) else configs[0], state
 
 
 def _read(path: Path) -> dict:
@@ -134,14 +130,8 @@ def _read(path: Path) -> dict:
 
 
 def _unpacked(optimizer: dict) -> dict[str, torch.Tensor]:
-    """The weights that an optimizer keeps in few bits (bits/low_bit_adam.py), by name, in float32.
-
-    Each tensor of codes is multiplied by its scale.
-    """
+    """The weights that an optimizer keeps in few bits, by name, in float32."""
     (group,) = optimizer["param_groups"]
     states = [optimizer["state"][i] for i in group["params"]]
-    weights = [
-        state["weights"].float() * state.get("weights_scale", torch.ones(())).view(())
-        for state in states
-    ]
+    weights = [unpack(state["weights"], state.get("weights_scale")) for state in states]
     return dict(zip(group["param_names"], weights, strict=True))

@@ -13,7 +13,6 @@ read it. The kernel releases the lock of a process that dies.
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import sys
@@ -23,9 +22,9 @@ import numpy as np
 import torch
 
 from ..env import STATE_BOUNDS
-from ..replay.ring import Clock, ReplayBuffer
+from ..replay.ring import Clock, ReplayBuffer, bytes_of_row
 from ..rollout import Rollout
-from .safe_files import locked, opened, read_json, told, write_whole
+from .safe_files import locked, opened, told, write_whole
 
 FORMAT = "fp8rl-ring-3"
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
@@ -186,11 +185,6 @@ class MappedRing(ReplayBuffer):
             print(f"warning: {new}, and the run stored its own in {folder}", file=sys.stderr)
 
 
-def bytes_of(fields: Fields) -> dict[str, int]:
-    """Bytes of each field."""
-    return {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in fields.items()}
-
-
 def require_room(folder: Path, fields: Fields) -> None:
     """Raises OSError, before anything is written, for a new folder that holds other files or does
     not fit on the disk."""
@@ -199,7 +193,7 @@ def require_room(folder: Path, fields: Fields) -> None:
             f"memmap is {folder}, which holds files but no complete ring: "
             "choose another, or delete it"
         )
-    needed = sum(bytes_of(fields).values())
+    needed = bytes_of_row(fields)
     free = free_on_disk(folder)
     if needed > free:
         raise OSError(
@@ -211,8 +205,9 @@ def require_room(folder: Path, fields: Fields) -> None:
 def make_files(folder: Path, settings: dict, fields: Fields) -> None:
     """Reserves a file for each field, and then writes ring.json."""
     with contextlib.ExitStack() as on_error:
-        for name, size in bytes_of(fields).items():
+        for name, field in fields.items():
             path = folder / f"{name}.bin"
+            size = bytes_of_row({name: field})
             with opened(path, "xb") as file:
                 on_error.callback(path.unlink)
                 # Otherwise a full disk would kill the process at a later write.
@@ -231,7 +226,7 @@ def read_settings(folder: str | Path) -> dict:
     version.
     """
     try:
-        settings = read_json(Path(folder) / "ring.json")
+        settings = json.loads((Path(folder) / "ring.json").read_bytes())
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"memmap is {folder}, which holds no complete ring: choose another, or delete it"

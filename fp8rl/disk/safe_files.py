@@ -8,7 +8,6 @@ the folder."""
 import contextlib
 import errno
 import fcntl
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,11 +41,6 @@ def locked(path: Path, mode: str, taken: str, shared: bool = False) -> IO:
         file.close()
         raise FileExistsError(taken) from error
     return file
-
-
-def read_json(path: Path):
-    """The value in a JSON file. Raises OSError, and ValueError if it is not JSON."""
-    return json.loads(path.read_bytes())
 
 
 @contextlib.contextmanager
