@@ -84,10 +84,9 @@ def gradients_by_autograd(learner: "Learner", batch: Rollout) -> Measured:
 class Learner:
     """Trains a network: computes the loss of a batch, and takes gradient steps.
 
-    `coefficients`     settings of the loss: LossCoefficients, or a Config that is settled
+    `coefficients`     settings of the loss
     `precision`        the Precision of the matmuls and of the gradient step
-    `reward_scale`     the scale of rewards; with None, the learner makes one at the first rollout
-                       that it watches, for as many environments as this rollout has
+    `reward_scale`     the scale of rewards of the environments whose rollouts it watches
     `all_reduce`       sums tensors over the processes that train together
     `compute_targets`  `losses.vtrace`, or a function with the same arguments
     `gradients`        `gradients_by_autograd`, or a faster form of it
@@ -99,13 +98,11 @@ class Learner:
         model: nn.Module,
         precision: Precision,
         optimizer: torch.optim.Optimizer,
-        reward_scale: RewardScale | None = None,
+        reward_scale: RewardScale,
         all_reduce: Callable = no_all_reduce,
         compute_targets: Callable = vtrace,
         gradients: Callable = gradients_by_autograd,
     ):
-        if isinstance(coefficients, Config):
-            coefficients = LossCoefficients.of(coefficients)
         self.coefficients = coefficients
         self.model = model
         self.precision = precision
@@ -143,9 +140,6 @@ class Learner:
         """
         require_dummy_rows(rollout.flags)
         if self.coefficients.scale_rewards:
-            if self.reward_scale is None:
-                num_envs = rollout.reward.shape[1]
-                self.reward_scale = RewardScale(num_envs, rollout.reward.device)
             self.reward_scale.add(rollout, self.coefficients.gamma, self.all_reduce)
         self.model.add_observations(rollout.obs[:-1], self.all_reduce)
 
@@ -171,8 +165,6 @@ class Learner:
     def prepared(self, batch: Rollout) -> Rollout:
         """A batch on the learner's device, with scaled rewards."""
         batch = batch.to(self.device)
-        if self.reward_scale is None:
-            return batch
         scale = self.reward_scale.scale.to(self.device)
         return batch._replace(reward=batch.reward * scale)
 
@@ -192,23 +184,18 @@ class Learner:
         model = self.model.state_dict()
         if self.optimizer_has_weights:
             model = dict(self.model.named_buffers())
-        state = {
+        return {
             "model": model,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
+            "rewards": self.reward_scale.state_dict(),
         }
-        if self.reward_scale is not None:
-            state["rewards"] = self.reward_scale.state_dict()
-        return state
 
     def load_state_dict(self, state: dict) -> None:
         self.model.load_state_dict(state["model"], strict=not self.optimizer_has_weights)
         load_optimizer(self.optimizer, state["optimizer"])
         self.precision.scaler.load_state_dict(state["scaler"])
-        if self.reward_scale is None and "rewards" in state:
-            self.reward_scale = RewardScale(len(state["rewards"]["open"]), self.device)
-        if self.reward_scale is not None:
-            self.reward_scale.load_state_dict(state["rewards"])
+        self.reward_scale.load_state_dict(state["rewards"])
 
 
 class Parts(NamedTuple):
