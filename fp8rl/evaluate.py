@@ -129,6 +129,7 @@ class Evaluator:
                 returns = evaluate(self.model or learned, env, self.precision)
         mean_return = float(returns.mean())
         if not math.isfinite(mean_return):
-            where = f"in {self.precision.name}"
-            raise ValueError(f"evaluation is not finite {where}: fix the environment's rewards")
+            raise ValueError(
+                f"evaluation is not finite in {self.precision.name}: fix the environment's rewards"
+            )
         return mean_return

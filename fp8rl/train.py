@@ -121,8 +121,9 @@ class Learner:
         learning = {id(p) for p in self.model.parameters() if p.requires_grad}
         optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         if learning - optimized:
-            problem = "optimizer does not have all of the model's parameters"
-            raise ValueError(f"{problem}: build the run again")
+            raise ValueError(
+                "optimizer does not have all of the model's parameters: build the run again"
+            )
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Sets the optimizer's learning rate, in all groups of parameters."""

@@ -136,8 +136,10 @@ class LowBitAdam(PackingOptimizer):
         for p in new_parameters:
             if p.requires_grad and (p.dtype != torch.float32 or not p.numel()):
                 self.param_groups.pop()
-                remedy = "use float32 parameters that are not empty"
-                raise ValueError(f"a parameter is {p.dtype} {list(p.shape)}: {remedy}")
+                raise ValueError(
+                    f"a parameter is {p.dtype} {list(p.shape)}: "
+                    "use float32 parameters that are not empty"
+                )
         self.places_of_parameter.update(dict.fromkeys(new_parameters, places))
 
     def second(self, p: torch.Tensor) -> str:
@@ -181,8 +183,10 @@ class LowBitAdam(PackingOptimizer):
             if p.grad is None:
                 continue
             if p.grad.layout != torch.strided:
-                remedy = "make it dense, as nn.Embedding does with sparse=False"
-                raise ValueError(f"the gradient of {name} is sparse: {remedy}")
+                raise ValueError(
+                    f"the gradient of {name} is sparse: "
+                    "make it dense, as nn.Embedding does with sparse=False"
+                )
             if p.dtype != torch.float32:  # it was frozen when its group was added
                 raise ValueError(f"{name} is {p.dtype}: make it float32 before it learns")
 
@@ -250,8 +254,10 @@ class LowBitAdam(PackingOptimizer):
         """
         saved_states = self._saved_states(state_dict)
         if saved_states is None:
-            problem = f"does not fit these parameters with formats {str(self.places)!r}"
-            raise ValueError(f"the state {problem}: resume with its own formats")
+            raise ValueError(
+                f"the state does not fit these parameters with formats {str(self.places)!r}: "
+                "resume with its own formats"
+            )
         self.fill()
         # Without the state, because torch would make codes float32.
         super().load_state_dict({**state_dict, "state": {}})
@@ -379,5 +385,6 @@ def refuse_wrong_settings(group: dict) -> None:
     if not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay is {weight_decay}: use 0 or more")
     if not (lr >= 0 and eps >= 0 and all(0 <= beta < 1 for beta in betas)):
-        remedy = "use at least 0, and betas below 1"
-        raise ValueError(f"lr, eps and betas are {lr}, {eps} and {betas}: {remedy}")
+        raise ValueError(
+            f"lr, eps and betas are {lr}, {eps} and {betas}: use at least 0, and betas below 1"
+        )

@@ -74,8 +74,10 @@ class PackedParameter(nn.Parameter):
         if name in ("__get__", "__set__", "__delete__"):
             name = func.__self__.__name__  # of the property
         if name not in READABLE:
-            problem = f"{name} was called on a parameter whose weights are packed"
-            raise RuntimeError(f"{problem}: call it within `with optimizer.unpacked():`")
+            raise RuntimeError(
+                f"{name} was called on a parameter whose weights are packed: "
+                "call it within `with optimizer.unpacked():`"
+            )
         return super().__torch_function__(func, types, args, kwargs or {})
 
     @torch.inference_mode(False)  # because autograd refuses tensors made in inference mode

@@ -252,9 +252,10 @@ def write_while_training(
                 break
     if len(run.history) < run.config.iterations:
         if rank == 0:
-            at = f"step {run.history.last['steps']:,.0f} of {run.config.steps:,}"
             print(
-                f"fp8rl: interrupted at {at}: continue with train --resume {out}", file=sys.stderr
+                f"fp8rl: interrupted at step {run.history.last['steps']:,.0f} "
+                f"of {run.config.steps:,}: continue with train --resume {out}",
+                file=sys.stderr,
             )
         sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
     if rank == 0:

@@ -51,8 +51,9 @@ def save(path: str | Path, run: Run, ring: bool = True) -> None:
         # torch raises RuntimeError while it handles the OSError of a disk that is full.
         cause = error.__context__ if isinstance(error, RuntimeError) else error
         reason = getattr(cause, "strerror", None) or str(error).splitlines()[0]
-        remedy = "make room or choose another folder"
-        raise OSError(f"checkpoint {path} cannot be written ({reason}): {remedy}") from error
+        raise OSError(
+            f"checkpoint {path} cannot be written ({reason}): make room or choose another folder"
+        ) from error
 
 
 def load(path: str | Path, trust: bool = False, **changes) -> tuple[ActorCritic, Config]:
@@ -124,8 +125,10 @@ def _read(path: Path) -> dict:
         ) from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
-        what = f"is of format {found!r}, and this version of fp8rl reads {FORMAT!r}"
-        raise ValueError(f"checkpoint {path} {what}: use the version that wrote it, or train again")
+        raise ValueError(
+            f"checkpoint {path} is of format {found!r}, and this version of fp8rl reads "
+            f"{FORMAT!r}: use the version that wrote it, or train again"
+        )
     return content
 
 

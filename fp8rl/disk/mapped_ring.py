@@ -150,8 +150,9 @@ class MappedRing(ReplayBuffer):
         Raises ValueError also if the ring is closed or was opened only for reading.
         """
         if not self.writable:
-            remedy = "open it with writable=True to append"
-            raise ValueError(f"the ring is closed or was opened for reading: {remedy}")
+            raise ValueError(
+                "the ring is closed or was opened for reading: open it with writable=True to append"
+            )
         super().append(rollout)
 
     def close(self) -> None:
@@ -181,8 +182,11 @@ class MappedRing(ReplayBuffer):
         if folder is None:
             super().load_state_dict(state)
         elif not self.count:
-            new = f"memmap is {self.path}, a new ring"
-            print(f"warning: {new}, and the run stored its own in {folder}", file=sys.stderr)
+            print(
+                f"warning: memmap is {self.path}, a new ring, "
+                f"and the run stored its own in {folder}",
+                file=sys.stderr,
+            )
 
 
 def require_room(folder: Path, fields: Fields) -> None:
@@ -237,8 +241,10 @@ def read_settings(folder: str | Path) -> dict:
         ) from error
     found = settings.get("format")
     if found != FORMAT:
-        what = f"is of format {found!r}, and this version of fp8rl reads {FORMAT!r}"
-        raise ValueError(f"memmap is {folder}, whose ring.json {what}: choose another folder")
+        raise ValueError(
+            f"memmap is {folder}, whose ring.json is of format {found!r}, and this version of "
+            f"fp8rl reads {FORMAT!r}: choose another folder"
+        )
     return settings
 
 
@@ -247,10 +253,9 @@ def require_settings(folder: Path, settings: dict) -> None:
     stored = read_settings(folder)
     for name in settings.keys() | stored.keys():
         if stored.get(name) != settings.get(name):
-            difference = f"has {name} {stored.get(name)!r} and not {settings.get(name)!r}"
             raise ValueError(
-                f"memmap is {folder}, whose ring {difference}: choose another folder, "
-                "or delete this one"
+                f"memmap is {folder}, whose ring has {name} {stored.get(name)!r} and not "
+                f"{settings.get(name)!r}: choose another folder, or delete this one"
             )
 
 

@@ -49,8 +49,10 @@ def check_ring(ring: ReplayBuffer, state: dict | None) -> None:
         return
     if "folder" in state:
         if not ring.outlives_run:
-            where = f"the run stored its ring in {state['folder']}"
-            raise FileNotFoundError(f"memmap is None and {where}: use that folder, or a new one")
+            raise FileNotFoundError(
+                f"memmap is None and the run stored its ring in {state['folder']}: "
+                "use that folder, or a new one"
+            )
         return
     for name, field in ring.fields.items():
         types = state[name].dtype, field.dtype

@@ -81,9 +81,9 @@ def matmuls_of(config: Config) -> tuple[Matmuls, Matmuls]:
     actor = Matmuls(config.acting_precision, places.get("acting", learner.operands))
     for matmuls in (learner, actor):
         if matmuls.precision != "fp32" and (matmuls.operands or matmuls.gradients):
-            remedy = "use fp32 in precision and collect_precision"
             raise ValueError(
-                f"formats rounds matmuls, and their precision is {matmuls.precision}: {remedy}"
+                f"formats rounds matmuls, and their precision is {matmuls.precision}: "
+                "use fp32 in precision and collect_precision"
             )
     return learner, actor
 

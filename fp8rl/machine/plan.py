@@ -20,7 +20,6 @@ from ..normalization import NETWORKS
 from ..precision import PRECISIONS, Precision
 from ..replay.ring import ring_bytes
 from ..tasks.environments import normalizes_observations, sizes_of, tensor_task
-from ..tasks.gymnasium_env import VECTORIZATIONS
 from . import hardware
 from .by_hand import NETWORKS_BY_HAND
 from .gpu.cuda_graphs import has_graphs
@@ -121,8 +120,12 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
     ring_settings = (rows, num_envs, sizes.features, codec, sizes.action_size)
     needed = ring_bytes(*ring_settings, proximal)
     if not machine.memmap:
-        remedy = "lower capacity, choose a one-byte codec, or store it in a memmap folder"
-        hardware.require_room("replay", needed, remedy, store_device)
+        hardware.require_room(
+            "replay",
+            needed,
+            "lower capacity, choose a one-byte codec, or store it in a memmap folder",
+            store_device,
+        )
 
     networks = NETWORKS | NETWORKS_BY_HAND if machine.fast_forward else NETWORKS
     actor_is_copy = config.acting_precision != config.precision or collect_device != learn_device
@@ -158,19 +161,19 @@ def check(config: Config, machine: Machine, places: Places, processes: int) -> N
     require("memmap", only_one, "use a folder or store_device, not both")
     has_env_id = machine.vectorization is None or config.env_id is not None
     require("vectorization", has_env_id, "leave it out, it needs env_id")
-    is_known = machine.vectorization in (None, *VECTORIZATIONS)
-    require("vectorization", is_known, f"choose from {', '.join(VECTORIZATIONS)}")
     for place in places:
         require("formats", place in STATE, f"leave out {place}, which only populations round")
     if "weights" in places:
         same = config.acting_precision == config.precision
         require("collect_precision", same, "leave it out, it needs a float32 copy of the weights")
-        remedy = "leave block or mx out, a run keeps one scale for each tensor of weights"
-        require("formats", not places["weights"].block, remedy)
+        require(
+            "formats",
+            not places["weights"].block,
+            "leave block or mx out, a run keeps one scale for each tensor of weights",
+        )
     if places:
         alone = processes == 1 and one_device and machine.on("evaluate") == machine.on("learn")
-        remedy = "leave it out, or use one process, and one device for all parts"
-        require("formats", alone, remedy)
+        require("formats", alone, "leave it out, or use one process, and one device for all parts")
     if processes > 1:
         beside = f" and {processes} processes share the run"
         divides = config.num_envs % processes == 0
@@ -209,5 +212,9 @@ def bytes_at_work(config: Config, copies: int = 2) -> int:
 def require_memory(config: Config, device: torch.device, processes: int) -> None:
     """Raises MemoryError unless the network and a rollout or batch fit into a device's memory."""
     needed = bytes_of_network(config) + bytes_at_work(config) // processes
-    remedy = "lower hidden_size, layers, num_envs, rollout_length or batch_size"
-    hardware.require_room("a network with a rollout or batch", needed, remedy, device)
+    hardware.require_room(
+        "a network with a rollout or batch",
+        needed,
+        "lower hidden_size, layers, num_envs, rollout_length or batch_size",
+        device,
+    )

@@ -348,8 +348,9 @@ class Population(Run):
         returns = self.evaluator.evaluate(self.model)
         for agent in np.flatnonzero(~np.isfinite(returns)):
             precision = self.configs[agent].precision
-            remedy = "fix the environment's rewards"
-            self.stop(agent, f"evaluation is not finite in {precision}: {remedy}")
+            self.stop(
+                agent, f"evaluation is not finite in {precision}: fix the environment's rewards"
+            )
             returns[agent] = -math.inf
         if len(history):
             history.columns["eval_return"][-1] = returns

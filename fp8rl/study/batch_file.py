@@ -53,8 +53,10 @@ class BatchFile:
             restore(population, state)
             return population
         except ValueError as error:
-            what = f"{self.path.name} cannot be continued ({error})"
-            raise ValueError(f"{what}: delete it, and its agents begin again") from error
+            raise ValueError(
+                f"{self.path.name} cannot be continued ({error}): "
+                "delete it, and its agents begin again"
+            ) from error
 
     def is_due(self) -> bool:
         """Whether it is time to save the batch."""

@@ -79,8 +79,7 @@ class Comparison:
         acting = self.collect_precision
         for name in self.precisions:
             if acting and name != acting:
-                arm = f"{name} acting in {acting}"
-                arms[arm] = runs(precision=name, collect_precision=acting)
+                arms[f"{name} acting in {acting}"] = runs(precision=name, collect_precision=acting)
         if self.controls:
             first = self.precisions[0]
             arms[f"control: {first}, other seeds"] = runs(

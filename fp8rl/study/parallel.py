@@ -112,7 +112,6 @@ def run_batches(
     tasks = [(each, batch) for each, batch in tasks if any(config not in done for config in batch)]
     if not tasks:
         return
-    agents = sum(len(batch) for _, batch in tasks)
     steps = [0.0] * len(tasks)  # of each batch
     total = sum(steps_of(batch) for _, batch in tasks)
     waiting: dict[Future, int] = {}  # the number of the batch
@@ -126,9 +125,12 @@ def run_batches(
             for number, (each, batch) in enumerate(tasks):
                 task = (train_batch, each, batch, number, folder, require_wanted)
                 waiting[executor.submit(*task)] = number
-            name = f"{agents} agents"
             with tqdm(
-                desc=name, total=total, unit="step", unit_scale=True, disable=not progress
+                desc=f"{sum(len(batch) for _, batch in tasks)} agents",
+                total=total,
+                unit="step",
+                unit_scale=True,
+                disable=not progress,
             ) as bar:
                 while waiting:
                     finished = next_results(waiting)

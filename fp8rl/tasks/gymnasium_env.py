@@ -156,9 +156,10 @@ def why_not_made(env_id: str, error: Exception) -> str:
             f"which Gymnasium cannot make ({one_line(error).rstrip('.')}): register it first, "
             "or name the module that does, as in my_module:MyEnv-v0 or my_module:MyEnv"
         )
-    what = f"{type(error).__name__}: {one_line(error)}{where_raised(error)}"
-    remedy = "fix its class, whose __init__ must not need arguments"
-    return f"which raises when it is made ({what}): {remedy}"
+    return (
+        f"which raises when it is made ({type(error).__name__}: {one_line(error)}"
+        f"{where_raised(error)}): fix its class, whose __init__ must not need arguments"
+    )
 
 
 def bounds_of(env_id: str, space: gymnasium.Space) -> tuple[tuple[float, ...], tuple[float, ...]]:
