@@ -149,16 +149,20 @@ def low_bit_optimizer(
     return optimizer
 
 
-def build_population(configs: list[Config], device="cpu", graph: bool = True) -> Population:
-    """Builds agents that are trained as one batch on a device.
+def build_population(
+    configs: list[Config], device="cpu", graph: bool = True, state: dict | None = None
+) -> Population:
+    """Builds agents that are trained as one batch on a device: new ones or, with a `state` from
+    `checkpoint.resume`, those of a population that was stopped.
 
     The configs of the agents may differ in the fields of `batches.FREE`. The agents are in the
     order of `configs`, in histories and networks too. Agents that follow each other and have the
     same precision and formats are computed together, which is faster. With `graph`, each iteration
     is launched as one CUDA graph, on CUDA.
 
-    Raises ValueError for a config that cannot be in a population, or for two that cannot be in the
-    same one, and MemoryError if the agents do not fit into memory.
+    Raises ValueError for a config that cannot be in a population, for two that cannot be in the
+    same one, and for a state that does not fit; and MemoryError if the agents do not fit into
+    memory.
     """
     require_one_population(configs, device)
     task = tensor_task(configs[0])
@@ -166,6 +170,8 @@ def build_population(configs: list[Config], device="cpu", graph: bool = True) ->
     population = Population(configs, [config.settled(task) for config in configs], make_env, device)
     population.learner.gradients = gradients_on(torch.device(device))
     put_kernels_into(population, Agents.acting)
+    if state:
+        restore(population, state)
     if graph and has_graphs(torch.device(device)):
         population.launch = GraphQueue(population.learner.device)
     return population

@@ -11,7 +11,6 @@ from ..replay.ring import ReplayBuffer
 from ..returns import EpisodeReturns
 from ..train import Run
 
-DOES_NOT_FIT = "the state does not fit the config: resume with the run's own config"
 # What loading the state of another config raises.
 MISFIT = (LookupError, TypeError, ValueError, RuntimeError, AttributeError)
 
@@ -35,7 +34,9 @@ def restore(run: Run, state: dict, new_episodes: bool = False) -> None:
         raise
     except MISFIT as error:
         run.close()
-        raise ValueError(DOES_NOT_FIT) from error
+        raise ValueError(
+            "the state does not fit the config: resume with the run's own config"
+        ) from error
     if new_episodes:
         run.returns = EpisodeReturns(run.env.num_envs, run.env.device)
         run.ring.new_episodes = True

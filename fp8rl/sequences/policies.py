@@ -181,37 +181,24 @@ class RecurrentPolicies(Policies):
         head_input = rounding.other(hidden) if rounding.rounds_inputs_otherwise else cache[0]
         return rounding.other(torch.baddbmm(weights["head_bias"], head_input, weights["head"]))
 
-    def layer_inputs(self, tokens, prompt, rounding: Rounding) -> torch.Tensor:
-        """The part of each step's input that comes from the token before, the prompt and the bias,
-        [T, S, B, H]."""
-        prompt_input = self.embedded_prompt(prompt, rounding)
-        embedded = self.embedded_tokens(tokens[:-1], rounding)
-        first = embedded.new_zeros(1, *prompt_input.shape)
-        return torch.cat([first, embedded]) + prompt_input
-
     @float32_matmuls()
     def all_log_probs(self, tokens, prompt, rounding: Rounding = FLOAT32) -> torch.Tensor:
         """Log-probabilities of the whole vocabulary at each step, [T, S, B, V], with gradient."""
         weights = self.rounded_weights(rounding)
-        inputs = self.layer_inputs(tokens, prompt, rounding)
-        hidden = recurrence(inputs, weights["recurrent"], rounding)
+        prompt_input = self.embedded_prompt(prompt, rounding)  # with the bias
+        embedded = self.embedded_tokens(tokens[:-1], rounding)
+        first = embedded.new_zeros(1, *prompt_input.shape)
+        state = torch.zeros_like(prompt_input)
+        states = []
+        for layer_input in torch.cat([first, embedded]) + prompt_input:
+            # The gradient of the rounding passes straight through.
+            state_input = rounding.straight_through(rounding.matmul_input, state)
+            state = torch.tanh(torch.baddbmm(layer_input, state_input, weights["recurrent"]))
+            states.append(state)
+        hidden = torch.stack(states)  # [T, S, B, H]
         head_input = rounding.straight_through(rounding.other, hidden)
         logits = torch.matmul(head_input, weights["head"]) + weights["head_bias"]
         return rounding.straight_through(rounding.other, logits).log_softmax(-1)
-
-
-def recurrence(layer_inputs, recurrent, rounding: Rounding) -> torch.Tensor:
-    """All states h[t] = tanh(x[t] + U q(h[t-1])), [T, S, B, H].
-
-    q is the rounding of a matmul's input; its gradient passes straight through.
-    """
-    hidden = []
-    state = torch.zeros_like(layer_inputs[0])
-    for layer_input in layer_inputs:
-        state_input = rounding.straight_through(rounding.matmul_input, state)
-        state = torch.tanh(torch.baddbmm(layer_input, state_input, recurrent))
-        hidden.append(state)
-    return torch.stack(hidden)
 
 
 def normalized(x: torch.Tensor) -> torch.Tensor:

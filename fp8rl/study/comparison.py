@@ -169,6 +169,8 @@ def summarize(
     first evaluation that reached the threshold, NaN if none did."""
     first = history.first_step_at(threshold)
     reached = history.column("steps") == first
+    returns = history.column("train_return")
+    returns = returns[~np.isnan(returns)]  # of the iterations in which an episode ended
     return {
         "arm": arm or config.precision,
         "precision": config.precision,
@@ -176,7 +178,7 @@ def summarize(
         "seed": config.seed,
         "final_return": -math.inf if history.failure else history.final_return,
         "area": float(history.evaluations()[1].mean()),
-        "train_return": mean_train_return(history),
+        "train_return": float(returns.mean()) if len(returns) else math.nan,
         "first_step_at_threshold": first,
         "seconds_to_threshold": float(history.column("seconds")[reached][0])
         if reached.any()
@@ -184,13 +186,6 @@ def summarize(
         "train_seconds": history.last["seconds"],
         "failure": history.failure or "",
     }
-
-
-def mean_train_return(history: History) -> float:
-    """The mean return of a run's training episodes, or NaN if there is none."""
-    returns = history.column("train_return")
-    returns = returns[~np.isnan(returns)]
-    return float(returns.mean()) if len(returns) else math.nan
 
 
 def stack(

@@ -39,7 +39,6 @@ from pathlib import Path
 import psutil
 from tqdm.auto import tqdm
 
-from ..build import build, build_population
 from ..config import Config
 from ..history import History
 from ..machine.hardware import cores, keep_freed_memory, one_core
@@ -59,7 +58,7 @@ Batch = tuple[Callable[[Config], History] | None, list[Config]]
 def run(config: Config) -> History:
     """Trains one config alone, without a progress bar. A run that fails ends with minus infinity,
     and its history tells why."""
-    (history,) = _train(True, [config])
+    (history,) = _train(True, BatchFile(None, [config]))
     return history
 
 
@@ -244,22 +243,19 @@ def train_batch(
             (config,) = configs
             return [each(config)]
         has_folder = folder is not None and folder.is_dir()
-        file = BatchFile(folder, configs) if has_folder else None
-        return _train(each is run, configs, number, file, require_wanted)
+        file = BatchFile(folder if has_folder else None, configs)
+        return _train(each is run, file, number, require_wanted)
 
 
 def _train(
     alone: bool,
-    configs: list[Config],
+    file: BatchFile,
     number: int = 0,
-    file: BatchFile | None = None,
     require_wanted: Callable[[], None] | None = None,
 ) -> list[History]:
-    """Trains a batch in its file, or in none: one config `alone`, or a population."""
-    if file is not None:
-        made = file.built(alone)
-    else:
-        made = build(configs[0]) if alone else build_population(configs)
+    """Trains the batch of a file: one config `alone`, or a population."""
+    made = file.built(alone)
+    configs = file.configs
     try:
         with contextlib.closing(iterate(made)) as iterations:
             for _ in iterations:
@@ -267,7 +263,7 @@ def _train(
                     _steps[number] = made.recorded.last["steps"] * len(configs)
                 if require_wanted is not None:
                     require_wanted()
-                if file is not None and file.is_due():
+                if file.is_due():
                     file.save(made)
     except (ValueError, FloatingPointError, EnvironmentFailed) as error:
         if not alone:
