@@ -96,14 +96,12 @@ def build(
         optimizer = adam(model, settled.learning_rate, capturable=plan.uses_graph)
 
     # The parts of the run.
-    reward_scale = RewardScale(env.num_envs, env.device)
-    coefficients = LossCoefficients.of(settled)
     learner = Learner(
-        coefficients,
+        LossCoefficients.of(settled),
         model,
         learning,
         optimizer,
-        reward_scale,
+        RewardScale(env.num_envs, env.device),
         all_reduce,
         gradients=gradients_on(learning.device),
     )
@@ -114,8 +112,9 @@ def build(
         evaluated = None
         if plan.evaluated_is_copy:
             evaluated = copy.deepcopy(model).to(evaluating.device)
-        episodes = config.eval_episodes
-        evaluator = Evaluator(episodes, evaluating, make_evaluation_env, evaluated, in_use)
+        evaluator = Evaluator(
+            config.eval_episodes, evaluating, make_evaluation_env, evaluated, in_use
+        )
     else:
         evaluator = processes.NoEvaluator()
     ring_settings = (plan.ring_rows, plan.num_envs, env.bounds, plan.codec)

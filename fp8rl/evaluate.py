@@ -121,11 +121,13 @@ class Evaluator:
 
         Raises ValueError if the mean is not finite.
         """
-        starts = (START_NOISE, self.precision.device, 0, "evaluation starts")
         with self.in_use():
             if self.model is not None:
                 self.model.load_state_dict(learned.state_dict())
-            with contextlib.closing(self.make_env(self.episodes, *starts)) as env:
+            env = self.make_env(
+                self.episodes, START_NOISE, self.precision.device, 0, "evaluation starts"
+            )
+            with contextlib.closing(env):
                 returns = evaluate(self.model or learned, env, self.precision)
         mean_return = float(returns.mean())
         if not math.isfinite(mean_return):

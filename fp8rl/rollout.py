@@ -206,8 +206,13 @@ def unroll(model, env, noise, starts, state):
     resets = torch.cat((resets_first.unsqueeze(0), flags[:-1] != 0))
     flags += DUMMY * resets.byte()
     actions = env.distribution.actions(torch.stack(actions))
-    results = (torch.stack(obs), actions, torch.stack(rewards), flags)
-    return (*results, torch.stack(outputs)), state
+    return (
+        torch.stack(obs),
+        actions,
+        torch.stack(rewards),
+        flags,
+        torch.stack(outputs),
+    ), state
 
 
 class Collector:

@@ -150,8 +150,9 @@ class Learner:
         Returns what it has measured, for `statistics_of_updates`.
         """
         measured = self.gradients(self, batch)
-        max_grad_norm = self.coefficients.max_grad_norm
-        report = self.precision.apply_gradients(self.optimizer, max_grad_norm, self.all_reduce)
+        report = self.precision.apply_gradients(
+            self.optimizer, self.coefficients.max_grad_norm, self.all_reduce
+        )
         return Updated(measured, report)
 
     def loss(self, batch: Rollout) -> tuple[torch.Tensor, Measured]:

@@ -166,16 +166,19 @@ class PackingOptimizer(torch.optim.Optimizer):
         """What is stored for a parameter; an empty dictionary if nothing is."""
         return self.state.get(p, {})
 
+    def packed(self, p: torch.Tensor, name: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is stored of the weights, m, v or root of a parameter, which are rounded already."""
+        codes, scale = pack(x.detach().view(p.shape), self.places_of_parameter[p].get(name))
+        if scale is None:
+            return {name: codes}
+        return {name: codes, f"{name}_scale": scale}
+
     def store(self, p: torch.Tensor, name: str, x: torch.Tensor) -> None:
         """Packs the weights, m, v or root of a parameter, which are rounded already.
 
         The parameter's state becomes a new dictionary, because a state_dict holds the old one.
         """
-        codes, scale = pack(x.detach().view(p.shape), self.places_of_parameter[p].get(name))
-        state = {**self.state_of(p), name: codes}
-        if scale is not None:
-            state[f"{name}_scale"] = scale
-        self.state[p] = state
+        self.state[p] = {**self.state_of(p), **self.packed(p, name, x)}
 
     def stored(self, p: torch.Tensor, name: str) -> Packed:
         """The codes, and the scales or None, of the weights, m, v or root of a parameter.

@@ -70,14 +70,13 @@ def load(path: str | Path, trust: bool = False, **changes) -> tuple[ActorCritic,
         weights = state["model"]
         if "inputs.weight" not in weights:  # the optimizer has them
             weights = weights | _unpacked(state["optimizer"])
-        sizes = (
+        model = NETWORKS[config.encoder, "seen" in weights](
             weights["inputs.weight"].shape[1],
             len(weights["actor.weight"]),
             config.hidden_size,
             config.layers,
+            distribution=Gaussian if "spread" in weights else Categorical,
         )
-        distribution = Gaussian if "spread" in weights else Categorical
-        model = NETWORKS[config.encoder, "seen" in weights](*sizes, distribution=distribution)
         model.load_state_dict(weights)
     except (LookupError, ValueError, RuntimeError) as error:
         raise ValueError(

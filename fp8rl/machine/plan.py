@@ -117,8 +117,7 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
         rows = config.capacity // config.num_envs
     is_fine = normalizes and sizes.obs_type == torch.float64
     codec = "fp64" if is_fine and config.codec == "fp32" else config.codec
-    ring_settings = (rows, num_envs, sizes.features, codec, sizes.action_size)
-    needed = ring_bytes(*ring_settings, proximal)
+    needed = ring_bytes(rows, num_envs, sizes.features, codec, sizes.action_size, proximal)
     if not machine.memmap:
         hardware.require_room(
             "replay",

@@ -119,11 +119,17 @@ def run_batches(
             steps = multiprocessing.get_context("forkserver").RawArray("d", steps)
             processes = min(workers or cores(), cores(), len(tasks))
             executor = on_exit.enter_context(LocalProcesses(processes, steps))
-        require_wanted = getattr(executor, "require_wanted", None)
         try:
             for number, (each, batch) in enumerate(tasks):
-                task = (train_batch, each, batch, number, folder, require_wanted)
-                waiting[executor.submit(*task)] = number
+                future = executor.submit(
+                    train_batch,
+                    each,
+                    batch,
+                    number,
+                    folder,
+                    getattr(executor, "require_wanted", None),
+                )
+                waiting[future] = number
             with tqdm(
                 desc=f"{sum(len(batch) for _, batch in tasks)} agents",
                 total=total,

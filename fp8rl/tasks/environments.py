@@ -79,8 +79,15 @@ def env_maker(
         if task is None:
             return GymEnv(config.env_id, num_envs, device, first_seed, vectorization or "sync")
         if task is Cart:
-            options = (config.extra_features, config.hide_velocity, purpose)
-            return Cart(num_envs, start_noise, device, seed, *options)
+            return Cart(
+                num_envs,
+                start_noise,
+                device,
+                seed,
+                config.extra_features,
+                config.hide_velocity,
+                purpose,
+            )
         return task(num_envs, device=device, seed=seed, purpose=purpose)
 
     return make_env
