@@ -351,21 +351,14 @@ def places_to_keep(formats: dict[str, str | PlaceFormat | None]) -> Places:
         if not form:
             continue
         if not isinstance(form, PlaceFormat):
-            form = read_kept_format(name, str(form))
+            entry = read_entry(name, str(form), STATE)
+            form = PlaceFormat.of_entry(entry)
+            rounds = form.format != format_of("fp32") and not form.stochastic
+            if name in ("v", "root") and rounds and "nearest" not in entry.words:
+                form = PlaceFormat(form.format, (*form.words, "stochastic"))
         check_named_once(name, places)
         places[name] = form
     return places
-
-
-def read_kept_format(name: str, text: str) -> PlaceFormat:
-    """Reads the format of a place. For v and root it is stochastic unless the text says
-    `nearest`."""
-    entry = read_entry(name, text, STATE)
-    form = PlaceFormat.of_entry(entry)
-    rounds = form.format != format_of("fp32") and not form.stochastic
-    if name in ("v", "root") and rounds and "nearest" not in entry.words:
-        form = PlaceFormat(form.format, (*form.words, "stochastic"))
-    return form
 
 
 def refuse_wrong_settings(group: dict) -> None:

@@ -185,10 +185,6 @@ class Places(dict[str, PlaceFormat]):
         """The places of an optimizer (STATE) that are rounded stochastically."""
         return [name for name in STATE if name in self and self[name].stochastic]
 
-    def split_noise(self, drawn: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Splits noise [..., number of `noisy` places, P] by place, into [..., P] each."""
-        return dict(zip(self.noisy, drawn.unbind(-2), strict=True))
-
     def weights(
         self, x: torch.Tensor, sizes: list[int], noise: dict[str, torch.Tensor] = NO_NOISE
     ) -> torch.Tensor:

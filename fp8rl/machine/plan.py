@@ -86,7 +86,12 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
     Precision(config.precision, evaluate_device)
     places = places_of(config.formats)
     check(config, machine, places, processes)
-    require_memory(config, learn_device, processes)
+    hardware.require_room(
+        "a network with a rollout or batch",
+        bytes_of_network(config) + bytes_at_work(config) // processes,
+        "lower hidden_size, layers, num_envs, rollout_length or batch_size",
+        learn_device,
+    )
 
     # The environments, and the matrix products of the network for them.
     num_envs = config.num_envs // processes
@@ -206,14 +211,3 @@ def bytes_at_work(config: Config, copies: int = 2) -> int:
         replayed = (config.slice_length + 1) * config.batch_size // config.slice_length
     numbers_per_row = copies * config.layers * config.hidden_size + 100
     return 4 * numbers_per_row * max(collected, replayed)
-
-
-def require_memory(config: Config, device: torch.device, processes: int) -> None:
-    """Raises MemoryError unless the network and a rollout or batch fit into a device's memory."""
-    needed = bytes_of_network(config) + bytes_at_work(config) // processes
-    hardware.require_room(
-        "a network with a rollout or batch",
-        needed,
-        "lower hidden_size, layers, num_envs, rollout_length or batch_size",
-        device,
-    )

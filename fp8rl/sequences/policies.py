@@ -178,7 +178,7 @@ class RecurrentPolicies(Policies):
     def step(self, t, x, cache, weights, rounding):
         hidden = torch.tanh(torch.baddbmm(x, cache[0], weights["recurrent"]))
         cache[0] = rounding.matmul_input(hidden)
-        head_input = rounding.other(hidden) if rounding.rounds_inputs_otherwise else cache[0]
+        head_input = rounding.other(hidden)
         return rounding.other(torch.baddbmm(weights["head_bias"], head_input, weights["head"]))
 
     @float32_matmuls()
