@@ -333,8 +333,7 @@ class LowBitAdam(PackingOptimizer):
         left = [p.numel() for p in self.parameters if not self.state_of(p)]
         if left:
             lines.append(f"left alone: {len(left)} tensors, {sum(left):,} numbers, no step yet")
-        numbers = sum(p.numel() for p in begun)
-        each = sum(sizes.values()) / max(1, numbers)
+        each = sum(sizes.values()) / max(1, sum(p.numel() for p in begun))
         return "\n".join([*lines, f"stored: {each:.2f} bytes a parameter"])
 
 
@@ -366,9 +365,8 @@ def refuse_wrong_settings(group: dict) -> None:
     lr = group["lr"]
     betas = group["betas"]
     eps = group["eps"]
-    weight_decay = group["weight_decay"]
-    if not 0 <= weight_decay < math.inf:
-        raise ValueError(f"weight_decay is {weight_decay}: use 0 or more")
+    if not 0 <= group["weight_decay"] < math.inf:
+        raise ValueError(f"weight_decay is {group['weight_decay']}: use 0 or more")
     if not (lr >= 0 and eps >= 0 and all(0 <= beta < 1 for beta in betas)):
         raise ValueError(
             f"lr, eps and betas are {lr}, {eps} and {betas}: use at least 0, and betas below 1"

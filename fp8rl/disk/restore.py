@@ -11,9 +11,6 @@ from ..replay.ring import ReplayBuffer
 from ..returns import EpisodeReturns
 from ..train import Run
 
-# What loading the state of another config raises.
-MISFIT = (LookupError, TypeError, ValueError, RuntimeError, AttributeError)
-
 
 def restore(run: Run, state: dict, new_episodes: bool = False) -> None:
     """Restores a `state_dict` into a run that has not started.
@@ -32,7 +29,8 @@ def restore(run: Run, state: dict, new_episodes: bool = False) -> None:
     except (OSError, torch.OutOfMemoryError):
         run.close()
         raise
-    except MISFIT as error:
+    # What loading the state of another config raises.
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         run.close()
         raise ValueError(
             "the state does not fit the config: resume with the run's own config"

@@ -63,9 +63,8 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     `write` writes to a new temporary file beside it, which is then renamed.
     """
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # a killed process may have left it
     try:
-        with opened(temporary, "xb") as file:
+        with opened(temporary, "wb") as file:  # a killed process may have left one
             write(file)
             file.flush()
             os.fsync(file.fileno())
