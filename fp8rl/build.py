@@ -43,7 +43,7 @@ from .replay.ring import ReplayBuffer
 from .returns import RewardScale
 from .rollout import Collector
 from .tasks.environments import env_maker, tensor_task
-from .train import Learner, Parts, Run
+from .train import Learner, Run
 
 # First seed of Gymnasium's environments in evaluations, so that their starts differ from those of
 # training.
@@ -124,7 +124,7 @@ def build(
     else:
         ring = MappedRing(machine.memmap, *ring_settings, *ring_options)
 
-    run = kind(config, Parts(collector, learner, evaluator, ring), plan.slices)
+    run = kind(config, collector, learner, evaluator, ring, plan.slices)
     one_kernel = functools.partial(as_population, precision=acting.name)
     put_kernels_into(run, one_kernel if plan.acts_by_kernel else None)
     if state:

@@ -200,15 +200,6 @@ class Learner:
         self.reward_scale.load_state_dict(state["rewards"])
 
 
-class Parts(NamedTuple):
-    """The parts that a Run is made of."""
-
-    collector: Collector
-    learner: Learner
-    evaluator: Evaluator
-    ring: ReplayBuffer
-
-
 class Measurements(NamedTuple):
     """The numbers that an iteration measures, in one tensor on the learner's device.
 
@@ -257,7 +248,7 @@ class Immediate:
 
 
 class Run:
-    """A training run: a config, and the Parts that carry it out. `build.build` makes it.
+    """A training run: a config, and the parts that carry it out. `build.build` makes it.
 
     `history`         the history, with a row for each iteration; to read it waits for a GPU
     `recorded`        the history, with the rows that were read so far; to read it does not wait
@@ -272,12 +263,20 @@ class Run:
 
     agents = 1
 
-    def __init__(self, config: Config, parts: Parts, slices: int | None = None):
+    def __init__(
+        self,
+        config: Config,
+        collector: Collector,
+        learner: Learner,
+        evaluator: Evaluator,
+        ring: ReplayBuffer,
+        slices: int | None = None,
+    ):
         self.config = config
-        self.collector = parts.collector
-        self.learner = parts.learner
-        self.evaluator = parts.evaluator
-        self.ring = parts.ring
+        self.collector = collector
+        self.learner = learner
+        self.evaluator = evaluator
+        self.ring = ring
         self.settled = config.settled(self.env)
         self.slices = slices or config.slices_per_batch
         self.launch = Immediate()

@@ -33,7 +33,7 @@ from ..precision import PRECISIONS
 from ..replay.ring import ReplayBuffer
 from ..returns import EpisodeReturns, RewardScale
 from ..rollout import Collector, Rollout, check_extremes
-from ..train import PATIENCE, Learner, Parts, Run
+from ..train import PATIENCE, Learner, Run
 from .networks import Agents, runs_of_equal
 from .optimizer import Adam, Scales
 
@@ -283,7 +283,7 @@ class Population(Run):
         self.clips_apart = torch.tensor(clips_apart, device=device).unsqueeze(1)  # [S, 1]
         ring = PopulationRing(places, *ring_settings, proximal=any(clips_apart))
         evaluator = PopulationEvaluator(common.eval_episodes, scales.exact, make_envs)
-        super().__init__(common, Parts(collector, learner, evaluator, ring))
+        super().__init__(common, collector, learner, evaluator, ring)
         self.recorded = PopulationHistory(self.agents)
         self.returns = EpisodeReturns((self.agents, common.num_envs), device)
 
