@@ -53,7 +53,6 @@ import torch
 from .formats import (
     Format,
     blocks,
-    microscaled,
     microscaling_scale,
     power_of_two_scale,
     rounded,
@@ -139,9 +138,7 @@ class PlaceFormat(NamedTuple):
         """
         if not self.scaled:
             return rounded(x, self.format, noise)
-        if self.mx:
-            return microscaled(x, self.format, BLOCK, noise)
-        return scaled(x, self.format, BLOCK if self.block else None, noise)
+        return scaled(x, self.format, BLOCK if self.block else None, noise, self.mx)
 
     def limits(self, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """The number to which each number of rows [S, P] is clipped if it is larger.
