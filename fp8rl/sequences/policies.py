@@ -56,7 +56,8 @@ class Policies:
     """The base class of both networks: parameters [S, ...] by name, embeddings, and the loop that
     writes.
 
-    Weights whose names begin with `HIDDEN` are those of hidden layers.
+    Weights whose names begin with `HIDDEN` are those of hidden layers. A network defines `shapes`,
+    `new_cache`, `step` and `all_log_probs`.
     """
 
     HIDDEN: tuple[str, ...]
@@ -81,7 +82,6 @@ class Policies:
     @staticmethod
     def shapes(vocabulary: int, prompts: int, units: int) -> dict:
         """The shape and the initial standard deviation of each parameter of one policy, by name."""
-        raise NotImplementedError
 
     def repeated(self, arms: int) -> "Policies":
         """Copies of these policies for each arm, one arm after the other, ready to be trained."""
@@ -141,11 +141,9 @@ class Policies:
 
     def new_cache(self, length: int, prompt_input: torch.Tensor) -> list[torch.Tensor]:
         """What `step` keeps of earlier steps, before the first of `length` steps."""
-        raise NotImplementedError
 
     def step(self, t: int, x: torch.Tensor, cache: list, weights: dict, rounding: Rounding):
         """The logits [S, B, V] of step t from its input [S, B, H], and changes the cache."""
-        raise NotImplementedError
 
     def log_probs(self, tokens, prompt, rounding: Rounding = FLOAT32) -> torch.Tensor:
         """Log-probabilities of the tokens [T, S, B] under these policies, with gradient."""
