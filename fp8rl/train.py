@@ -259,6 +259,7 @@ class Run:
                       GPU
     `slices`          slices in this process's part of a replayed batch
     `agents`          number of agents that are trained: 1, or more in a population
+    `precisions`      the learner's precision of each agent
     """
 
     agents = 1
@@ -273,6 +274,7 @@ class Run:
         slices: int | None = None,
     ):
         self.config = config
+        self.precisions = [config.precision]
         self.collector = collector
         self.learner = learner
         self.evaluator = evaluator
@@ -337,8 +339,16 @@ class Run:
         return rollout
 
     def check_rollout(self, rollout_extremes: np.ndarray) -> None:
-        """Raises ValueError for a rollout that nothing can be learned from."""
-        check_extremes(rollout_extremes[0].tolist())
+        """Stops at a rollout that nothing can be learned from. The extremes are [agents, 5]."""
+        for agent, of_agent in enumerate(rollout_extremes.tolist()):
+            try:
+                check_extremes(of_agent)
+            except ValueError as error:
+                self.stop(agent, error)
+
+    def stop(self, agent: int, error: Exception) -> None:
+        """Stops an agent that can no longer learn. A run of one agent raises the error."""
+        raise error
 
     def improve(self, rollout: Rollout) -> list[Updated]:
         """Learns from a new rollout and from slices of the ring. Returns what each update measured.
@@ -436,26 +446,24 @@ class Run:
         return row | summary | dict(zip(added, means, strict=True))
 
     def check_learning(self, iteration: int, updates: int) -> None:
-        """Raises FloatingPointError if the gradients up to an iteration show that nothing is
-        learned any more.
+        """Stops if the gradients up to an iteration show that nothing is learned any more, with a
+        FloatingPointError.
 
-        Without a loss scaler, it raises at the first gradient that is not finite. With one, it
-        raises after PATIENCE consecutive iterations without a finite gradient. `updates` is the
-        number of updates in an iteration.
+        Without a loss scaler, it stops at the first gradient that is not finite. With one, it stops
+        after PATIENCE consecutive iterations without a finite gradient. `updates` is the number of
+        updates in an iteration.
         """
         nonfinite = self.recorded.columns["nonfinite"][: iteration + 1]
-        if not nonfinite[-1]:
+        if not np.any(nonfinite[-1]):
             return
-        if PRECISIONS[self.config.precision].loss_scale is not None:
-            last = nonfinite[-PATIENCE:]
-            if len(last) < PATIENCE or min(last) < updates:
-                return
-        raise FloatingPointError(self.not_finite(iteration, self.config.precision))
-
-    def not_finite(self, iteration: int, precision: str) -> str:
-        """The error message for a gradient that is not finite."""
+        last = np.array(nonfinite[-PATIENCE:]).reshape(-1, self.agents)
+        patient = (len(last) == PATIENCE) & (last.min(0) == updates)
+        has_scaler = [PRECISIONS[name].loss_scale is not None for name in self.precisions]
         step = (iteration + 1) * self.config.steps_per_iteration
-        return f"gradient not finite at step {step} in {precision}: lower learning_rate"
+        for agent in np.flatnonzero(np.where(has_scaler, patient, last[-1] > 0)):
+            precision = self.precisions[agent]
+            message = f"gradient not finite at step {step} in {precision}: lower learning_rate"
+            self.stop(agent, FloatingPointError(message))
 
     def learning_rate_at(self, iteration: int) -> float:
         return self.config.annealed(self.settled.learning_rate, iteration)
