@@ -270,7 +270,7 @@ SMOKE = {
             "LESSON_SEEDS": range(1000, 1001),
             "LESSON_STEPS": 4_352,  # 17 iterations: one more than a curve is smoothed over
             "PRECISIONS": ("fp8",),
-            "LESSON_ARMS": ("no replay: A2C", "slices, corrected, new update"),
+            "LESSON_ARMS": ("no replay: A2C", "slices, corrected"),
         },
     ),
     "published": Smoke(
