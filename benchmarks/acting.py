@@ -29,7 +29,6 @@ files of predictions were committed before the experiments were measured that th
 """
 
 import argparse
-import math
 import multiprocessing
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,7 +37,7 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from results import Journal, last_line, origin, rows_of, table_of
+from results import Journal, table_of, write_tables
 
 from fp8rl.machine.hardware import keep_freed_memory
 from fp8rl.sequences.laboratory import Arm, Laboratory, Setting
@@ -310,27 +309,14 @@ def more_lost(grouped: dict, key: Key, other: Key) -> str:
 # Tables
 
 
-class Curve:
-    """A rule that predicts losses from one number, which only rise with it.
-
-    It is the isotonic regression of the losses that it was given, linear between them in the
-    logarithm of the number, and constant beyond.
-    """
-
-    def __init__(self, numbers: list[float], losses: list[float]):
-        order = np.argsort(numbers)
-        self.logs = np.log(np.array(numbers)[order])
-        ordered = np.array(losses)[order]
-        count = len(ordered)
-        # The largest of the smallest means over neighbours, from j up to i and from i on
-        mean = lambda j, k: ordered[j : k + 1].mean()  # noqa: E731
-        self.losses = [
-            max(min(mean(j, k) for k in range(i, count)) for j in range(i + 1))
-            for i in range(count)
-        ]
-
-    def __call__(self, number: float) -> float:
-        return float(np.interp(math.log(number), self.logs, self.losses))
+def isotonic(losses: np.ndarray) -> list[float]:
+    """The isotonic regression of losses in the order of a number with which they only rise."""
+    count = len(losses)
+    # The largest of the smallest means over neighbours, from j up to i and from i on
+    return [
+        max(min(losses[j : k + 1].mean() for k in range(i, count)) for j in range(i + 1))
+        for i in range(count)
+    ]
 
 
 LABELS = {
@@ -375,10 +361,7 @@ def acting_table(out: Path) -> None:
             acting_losses(name, cells, horizon_of),
         ]
     parts += ["## Learner, actor, and prompts without any success", success_table(cells)]
-    parts.append(f"`python benchmarks/acting.py table {out}` on {origin()}.")
-    whole = "\n\n".join(parts) + "\n"
-    out.write_text(whole)
-    out.with_stem(f"{out.stem}_short").write_text(short(whole))
+    write_tables(out, *parts, short=short(cells, horizon_of))
     draw(cells, horizon_of, out.with_suffix(".png"))
     draw_halves(cells, out.with_stem(f"{out.stem}_halves").with_suffix(".png"))
 
@@ -422,17 +405,17 @@ def success_table(cells: dict[Key, Cell]) -> str:
 SHORT = {"first": "recurrent", "other formats": "recurrent", "attention": "attention"}
 
 
-def short(whole: str) -> str:
+def short(cells: dict[Key, Cell], horizon_of: dict) -> str:
     """The losses of both networks with sequences of 32 tokens, without their intervals."""
     rows = []
     for name, network in SHORT.items():
-        for row in rows_of(whole.split(f"## {name}: ")[1]):
-            form, length = row.pop("format, T").split(", ")
-            if length == "32":
-                losses = [row.get(LABELS[x], "").split(" [")[0] for x in ALL]
-                rows.append([network, form, f"{float(row['T / H']):g}", *losses])
-    table = table_of(("network", "format", "T / H", *(LABELS[x] for x in ALL)), rows)
-    return f"{table}\n\n{last_line(whole)}\n"
+        places = {key[:3] for key in cells if key[:2] == (name, 32) and key[2] != "fp32"}
+        for place in sorted(places, key=lambda place: (bits_of(place[2]), place[2])):
+            in_horizons = float(f"{32 / horizon_of[place]:.2g}")
+            losses = [cells.get((*place, x)) for x in ALL]
+            shown = [two_places(cell.loss) if cell else "" for cell in losses]
+            rows.append([network, place[2], f"{in_horizons:g}", *shown])
+    return table_of(("network", "format", "T / H", *(LABELS[x] for x in ALL)), rows)
 
 
 MARKERS = {
@@ -474,9 +457,10 @@ def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
                 ax.plot(x, loss, marker, color=color, markerfacecolor=fill, alpha=0.8)
             ax.plot([], [], marker, color=color, label=label, alpha=0.8)
             if name == "first" and points:
-                over, losses, _ = zip(*points, strict=True)
-                grid = np.geomspace(min(over), max(over), 200)
-                ax.plot(grid, list(map(Curve(over, losses), grid)), color=color, linewidth=1)
+                over, losses, _ = np.array(sorted(points)).T
+                grid = np.geomspace(over[0], over[-1], 200)
+                rise = np.interp(np.log(grid), np.log(over), isotonic(losses))
+                ax.plot(grid, rise, color=color, linewidth=1)
         for place, (text, x, rise, not_in) in NAMED_POINTS.items():
             cell = cells.get((*place, correction))
             if cell and correction != not_in:
@@ -562,18 +546,16 @@ def rules_table(out: Path) -> None:
         for place in places
         if "top-p" not in place[2]
     ]
-    made_by = f"`python benchmarks/acting.py table {out}` on {origin()}."
-    parts = [
+    write_tables(
+        out,
         "## Losses",
         losses,
         f"## How much more is lost than with {RULES[BEST]}, seed by seed",
         table_of((*head, *(RULES[rule] for rule in others)), differences),
         "## One minibatch and four",
         minibatch_table(grouped),
-        made_by,
-    ]
-    out.write_text("\n\n".join(parts) + "\n")
-    out.with_stem(f"{out.stem}_short").write_text(f"{losses}\n\n{made_by}\n")
+        short=losses,
+    )
 
 
 def minibatch_table(grouped: dict[Key, dict[str, dict]]) -> str:

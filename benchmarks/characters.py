@@ -23,7 +23,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from results import origin, table_of
+from results import table_of, write_tables
 from torch import nn
 from torch.nn import functional as F
 
@@ -44,14 +44,14 @@ LEARNING_RATE, DECAY = 1e-3, 0.1
 LENGTH, BATCH, UNITS, HEADS, LAYERS = 64, 16, 64, 4, 2
 
 
-def characters() -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Numbers of characters to learn from and to test on, and how many characters there are."""
+def characters() -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Numbers of characters to learn from and to test on, and the alphabet that they count."""
     text = "".join(pydoc_data.topics.topics.values())
     text = "".join(character for character in text if character.isascii())
-    alphabet = {character: i for i, character in enumerate(sorted(set(text)))}
-    numbers = torch.tensor([alphabet[character] for character in text])
+    alphabet = "".join(sorted(set(text)))
+    numbers = torch.tensor([alphabet.index(character) for character in text])
     border = 9 * len(numbers) // 10
-    return numbers[:border], numbers[border:], len(alphabet)
+    return numbers[:border], numbers[border:], alphabet
 
 
 class Block(nn.Module):
@@ -100,7 +100,7 @@ def train(arm: str, seed: int) -> list[float]:
     """The loss on the test text after every EVERY updates."""
     learn, test, alphabet = characters()
     torch.manual_seed(seed)
-    model = Model(alphabet)
+    model = Model(len(alphabet))
     optimizer = LowBitAdam(
         model.parameters(), lr=LEARNING_RATE, weight_decay=DECAY, seed=seed, **ARMS[arm][0]
     )
@@ -142,8 +142,7 @@ def main(out: Path) -> None:
         losses_of_seeds = [f"{np.median(final):.3f}", f"{final.min():.3f}, {final.max():.3f}"]
         rows.append([arm, *losses_of_seeds, *ARMS[arm][1:]])
     draw(out.with_suffix(".png"), losses)
-    command = f"`python benchmarks/characters.py {out}` on {origin()}."
-    out.write_text(f"{table_of(columns, rows)}\n\n{command}\n")
+    write_tables(out, table_of(columns, rows))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from results import origin, table_of
+from results import table_of, write_tables
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -894,13 +894,13 @@ BUGS = [
 RECIPES = [*SOUND, *BUGS]
 
 
-def make(folder: Path, only: str = "") -> None:
-    """Makes the dumps of a trained decoder, or those alone whose words have `only` in them."""
+def make(folder: Path) -> None:
+    """Makes the dumps of a trained decoder that are not there."""
     lab = Lab(folder)
     (folder / "dumps").mkdir(exist_ok=True)
     for number, recipe in enumerate(RECIPES):
         path = folder / f"dumps/{number:03}.npz"
-        if path.exists() or only not in recipe.what:
+        if path.exists():
             continue
         # Two seeds for each dump: some sample twice
         arrays = recipe.make(lab, seed=1000 * lab.about["seed"] + 2 * number)
@@ -1084,11 +1084,8 @@ def judge(folder: Path, out: Path) -> None:
         f"nats a token on documents that it has not seen. {versions}.",
         width=140,
     )
-    command = f"python benchmarks/decoder_dumps.py judge DIR {out}"
-    end = f"{model}\n\n`{command}` on {origin()}.\n"
     rules = summary(dumps)
-    out.write_text(f"{rules}\n\n{table_of_dumps(dumps)}\n\n{end}")
-    out.with_name(f"{out.stem}_short.md").write_text(f"{rules}\n\n{end}")
+    write_tables(out, rules, table_of_dumps(dumps), model, short=f"{rules}\n\n{model}")
 
 
 def main(words: list[str] | None = None) -> None:
@@ -1098,13 +1095,12 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("out", type=Path, nargs="?", help="the table of judge")
     parser.add_argument("--seed", type=int, default=1007)
     parser.add_argument("--seconds", type=float, default=300, help="of training")
-    parser.add_argument("--only", default="", help="words of the dumps to make")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     if options.command == "train":
         train(options.folder, options.seed, options.seconds)
     elif options.command == "make":
-        make(options.folder, options.only)
+        make(options.folder)
     else:
         judge(options.folder, options.out)
 

@@ -42,7 +42,7 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from results import RESULTS, Journal, chosen, last_line, table_of, write_tables
+from results import RESULTS, Journal, table_of, write_tables
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -445,7 +445,7 @@ ORDERS = {
 }
 
 
-def row_of(name: str, cells: list[Cell]) -> dict[str, str]:
+def row_of(name: str, cells: list[Cell]) -> dict:
     """A line of the table, by column: each rule's error, and how it sorts."""
     row = {
         "cells": name,
@@ -523,12 +523,11 @@ def table(out: Path) -> None:
         f"settings: {intervals(cells)}. The twelve cells on which the twin is farthest off:"
     )
     lines = table_of(rows[0], [row.values() for row in rows])
-    whole = write_tables(out, lines, note, farthest)
-    out.with_stem(f"{out.stem}_short").write_text(short(whole))
+    write_tables(out, lines, note, farthest, short=short(rows))
     draw(out.with_suffix(".png"), cells)
 
 
-def short(whole: str) -> str:
+def short(rows: list[dict]) -> str:
     """The columns of the table that say how far predictions are off, for all cells and by place."""
     columns = {
         "cells": "cells",
@@ -543,8 +542,8 @@ def short(whole: str) -> str:
         "pairs": "number of pairs",
     }
     # A single setting has no pairs
-    table = chosen(whole, columns, lambda row: row["pairs"] != "0")
-    return f"{table}\n\n{last_line(whole)}\n"
+    lines = [[row[column] for column in columns] for row in rows if row["pairs"]]
+    return table_of(columns.values(), lines)
 
 
 def draw(out: Path, cells: list[Cell]) -> None:

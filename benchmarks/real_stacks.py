@@ -14,14 +14,13 @@ and what else a step changes, were measured at commit 9d8312d (results/real_aver
 """
 
 import importlib.metadata
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from results import Journal, origin, table_of
+from results import Journal, obstacle, table_of, write_tables
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -593,10 +592,8 @@ SECTIONS = {
 
 
 def main(out: Path) -> None:
-    missing = [name for name in PACKAGES if not importlib.util.find_spec(name)]
-    if missing:
-        remedy = "pip install --no-deps -r benchmarks/requirements.txt"
-        sys.exit(f"real_stacks needs {' and '.join(missing)}: {remedy}")
+    if reason := obstacle("real_stacks"):
+        sys.exit(f"real_stacks cannot be made: {reason}")
     torch.set_num_threads(1)
     journal = Journal(out.with_suffix(".csv"), COLUMNS)
     done = journal.done(*COLUMNS[:4])
@@ -611,8 +608,7 @@ def main(out: Path) -> None:
         rows = [list(row.values())[1:] for row in journal.rows() if row["section"] == section]
         parts += [f"{section}:", table_of(COLUMNS[1:], rows)]
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES.values())
-    parts.append(f"`python benchmarks/real_stacks.py {out}` on {origin()}; {versions}.")
-    out.write_text("\n\n".join(parts) + "\n")
+    write_tables(out, *parts, more=f"; {versions}")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from results import Journal, origin, table_of
+from results import Journal, table_of, write_tables
 
 from fp8rl.build import Machine, build
 from fp8rl.config import EIGHT_BIT, Config
@@ -520,7 +520,6 @@ def write(out: Path, found: Found) -> None:
         for arm in ARMS
         if any((task, arm) == key[:2] for key in found)
     }
-    made = f"`python benchmarks/tasks.py {out}` on {origin()}.\n"
     goals = ", ".join(f"{task} {goal}" for task, (*_, goal) in TASKS.items())
     # Added after ten seeds had shown no clear difference
     added = range(TASKS[LQR][0] + 10, TASKS[LQR][0] + 30)
@@ -529,10 +528,8 @@ def write(out: Path, found: Found) -> None:
         f"Goals: {goals} (minus the percent of cost above the optimum). The cart's best "
         f"return is {best_of(CART):.2f}. Seconds are of training, on one core while the other "
         "trains, too: as tensors a seed's share of its population's. "
-        f"On {LQR}, seeds {added[0]} to {added[-1]} alone: fp8 minus fp32 {difference} %. "
+        f"On {LQR}, seeds {added[0]} to {added[-1]} alone: fp8 minus fp32 {difference} %."
     )
-    out.write_text(f"{table_of(COLUMNS, lines.values())}\n\n{note}{made}")
-
     rows = []
     replayed = []  # what replay adds
     for task, (_, steps, _, goal) in TASKS.items():
@@ -543,15 +540,16 @@ def write(out: Path, found: Found) -> None:
             name = "linear-quadratic cart" if task == LQR else task
             wanted = f"at most {-goal}% above the optimum" if task == LQR else f"{goal:,}"
             rows.append([name, f"{steps:,}", wanted, *(cells.get(arm, "-") for arm in SHORT)])
-    columns = ("task", "training steps", "goal", *SHORT.values())
-    out.with_stem(f"{out.stem}_short").write_text(f"{table_of(columns, rows)}\n\n{made}")
-    columns = ("task", "16 of 17 updates on replayed slices", "17 updates on the new rollout")
-    out.with_stem(f"{out.stem}_replay").write_text(f"{table_of(columns, replayed)}\n\n{made}")
-
-
-def table(columns: tuple[str, ...], lines: list[str]) -> str:
-    """A Markdown table, from lines."""
-    return "\n".join([f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|", *lines]) + "\n"
+    write_tables(
+        out,
+        table_of(COLUMNS, lines.values()),
+        note,
+        short=table_of(("task", "training steps", "goal", *SHORT.values()), rows),
+        replay=table_of(
+            ("task", "16 of 17 updates on replayed slices", "17 updates on the new rollout"),
+            replayed,
+        ),
+    )
 
 
 def panel(ax: plt.Axes, task: str, found: Found) -> None:

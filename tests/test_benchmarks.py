@@ -386,7 +386,7 @@ SMOKE = {
         {"characters.md": ["| kept |", "stored, bytes a parameter"], "characters.png": []},
         [Path("characters.md")],
         {"UPDATES": 2, "EVERY": 1, "SEEDS": 1, "UNITS": 8}
-        | {"characters": lambda: (torch.arange(1_000) % 5, torch.arange(1_000) % 5, 5)},
+        | {"characters": lambda: (torch.arange(1_000) % 5, torch.arange(1_000) % 5, "abcde")},
     ),
     "strangers": Smoke(
         scripts,
@@ -434,7 +434,7 @@ SMOKE = {
         real_stacks,
         {"real_stacks.md": ["what is run", "model=bf16:loop: "]},
         [Path("real_stacks.md")],
-        {"PACKAGES": {"torch": "torch"}},
+        {"PACKAGES": {"torch": "torch"}, "obstacle": lambda name: None},
         one_line,
     ),
 }
