@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from results import Journal, table_of, write_tables
 
-from fp8rl.machine.hardware import keep_freed_memory
+from fp8rl.machine.hardware import cores, keep_freed_memory
 from fp8rl.sequences.laboratory import Arm, Laboratory, Setting
 from fp8rl.study import figures
 
@@ -199,19 +199,22 @@ def trained(job: Job) -> list[dict]:
     rows = []
     for i, arm in enumerate(laboratory.arms):
         for j, seed in enumerate(laboratory.seeds):
-            row = {"experiment": job.experiment, "length": job.length, **arm._asdict()}
-            row |= {
-                "seed": seed,
-                "learner": round(float(learner[i, j].mean()), 4),
-                "actor": round(float(actor[i, j]), 4),
-                "dead": int((learner[i, j] == 0).sum()),
-                "start": round(float(start[i, j]), 4),
-            }
-            rows.append(row)
+            rows.append(
+                {
+                    "experiment": job.experiment,
+                    "length": job.length,
+                    **arm._asdict(),
+                    "seed": seed,
+                    "learner": round(float(learner[i, j].mean()), 4),
+                    "actor": round(float(actor[i, j]), 4),
+                    "dead": int((learner[i, j] == 0).sum()),
+                    "start": round(float(start[i, j]), 4),
+                }
+            )
     return rows
 
 
-def measure(out: Path, processes: int) -> None:
+def measure(out: Path) -> None:
     """Trains all jobs of a file whose rows are not in it yet, and appends them."""
     journal = Journal(out, FIELDS[out.stem])
     done = journal.done("experiment", "length", "seed")
@@ -220,7 +223,7 @@ def measure(out: Path, processes: int) -> None:
         for job in jobs_of(EXPERIMENTS[out.stem])
         if (job.experiment, str(job.length), str(job.seeds[0])) not in done
     ]
-    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=8) as pool:
+    with multiprocessing.get_context("spawn").Pool(cores(), maxtasksperchild=8) as pool:
         for i, rows in enumerate(pool.imap_unordered(trained, jobs)):
             journal.add(*({name: row[name] for name in journal.columns} for row in rows))
             place = rows[0]
@@ -575,10 +578,9 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("command", choices=("measure", "table"))
     parser.add_argument("out", type=Path)
-    parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args(words)
     if options.command == "measure":
-        measure(options.out, options.processes)
+        measure(options.out)
     elif options.out.stem == "acting":
         acting_table(options.out)
     else:

@@ -51,7 +51,8 @@ from torch.optim.optimizer import (
 from fp8rl.build import build, build_population
 from fp8rl.config import Config
 from fp8rl.doctor import Doctor
-from fp8rl.doctor.ruler import Ruler
+from fp8rl.doctor.findings import Finding
+from fp8rl.doctor.ruler import Ruler, WindowSums
 from fp8rl.doctor.watcher import Watcher
 from fp8rl.model import parameters_in_order
 from fp8rl.study import figures
@@ -83,14 +84,13 @@ class Setting(NamedTuple):
     gamma: float | None = None  # None: the task's own
 
     def __str__(self) -> str:
-        text = f"{self.task}, rate {self.learning_rate:g}"
-        if self.hidden_size != 64:
-            text += f", {self.hidden_size} units"
-        if self.batch_size != 1024:
-            text += f", batches of {self.batch_size}"
-        if self.gamma is not None:
-            text += f", discount {self.gamma:g}"
-        return text
+        words = {"hidden_size": "{} units", "batch_size": "batches of {}", "gamma": "discount {:g}"}
+        differences = [
+            text.format(getattr(self, name))
+            for name, text in words.items()
+            if getattr(self, name) != self._field_defaults[name]
+        ]
+        return ", ".join([self.task, f"rate {self.learning_rate:g}", *differences])
 
 
 SETTINGS = [
@@ -139,12 +139,12 @@ def config_of(setting: Setting, seed: int, formats: str = "") -> Config:
 
 
 class Rates(NamedTuple):
-    """What a doctor measured of C cells on an agent with T tensors, in each part of its training.
+    """What a doctor measured of a cell on an agent with T tensors, in each part of its training.
 
-    `alike`      rate [PARTS, C, 1], in which every tensor counts alike
-    `numbers`    rate [PARTS, C, 1], in which every number counts alike
-    `by_tensor`  rate [PARTS, C, T]
-    `noise`      standard deviation of the noise of a number in one update, [PARTS, C, T]
+    `alike`      rate [PARTS], in which every tensor counts alike
+    `numbers`    rate [PARTS], in which every number counts alike
+    `by_tensor`  rate [PARTS, T]
+    `noise`      standard deviation of the noise of a number in one update, [PARTS, T]
     """
 
     alike: np.ndarray
@@ -155,42 +155,44 @@ class Rates(NamedTuple):
 
 def ruler_of(watcher: Watcher, text: str) -> Ruler:
     """What has measured a place and format beside an optimizer."""
-    rulers = [shadow.ruler for shadow in watcher.shadows]
-    return next(ruler for ruler in rulers if text in ruler.texts)
+    return next(x.ruler for x in watcher.shadows if text in x.ruler.texts)
 
 
-def watch(setting: Setting, cells: tuple[str, ...]) -> tuple[Rates, dict[str, tuple]]:
+def noise_of(sums: WindowSums, rates: np.ndarray, updates: int) -> np.ndarray:
+    """The standard deviation of the noise of a number in one update, [parts, T], from measurements
+    over windows of so many updates and their rates."""
+    across = np.maximum(sums.apart - (rates - 1) ** 2 * sums.true, 0)
+    return np.sqrt(across / updates)
+
+
+def watch(setting: Setting, cells: tuple[str, ...]) -> tuple[dict[str, Rates], dict[str, Finding]]:
     """Trains one float32 agent. Returns the rates of these cells, their tensors in the order of the
     network's parameters in a population, and for each cell what the doctor says."""
     run = build(config_of(setting, WATCHED))
     doctor = Doctor(run.learner.optimizer, formats=cells, model=run.model)
     train(run, progress=False)
-    ruler = ruler_of(doctor.patients[0].watcher, cells[0])
-    order = [ruler.texts.index(cell) for cell in cells]
-    parameters = list(run.model.parameters())
-    in_order = [
-        next(i for i, p in enumerate(parameters) if p is own)
-        for own in parameters_in_order(run.model).values()
-    ]
-    sums = np.array(ruler.windows)[:, :, order][..., in_order]  # [W, 4, C, T]
-    sizes = np.array([parameters[i].numel() for i in in_order], float)
-    parts = [part.mean(0) for part in np.array_split(sums, min(PARTS, len(sums)))]
-    findings = {found.text: found for found in doctor.report()}
-    return rates_of(np.array(parts), sizes, ruler.sample.numbers_per_tensor), findings
+    numbers = {id(p): number for number, p in enumerate(run.model.parameters())}
+    in_order = [numbers[id(p)] for p in parameters_in_order(run.model).values()]
+    watcher = doctor.patients[0].watcher
+    rates = {cell: rates_of(ruler_of(watcher, cell), cell, in_order) for cell in cells}
+    return rates, {found.text: found for found in doctor.report()}
 
 
-def rates_of(parts: np.ndarray, sizes: np.ndarray, sampled: int) -> Rates:
-    """Rates from the sums [PARTS, 4, C, T] of parts."""
+def rates_of(ruler: Ruler, cell: str, in_order: list[int]) -> Rates:
+    """The rates of a cell, its tensors in an order."""
 
-    def quotient(weight):
-        true = (weight * parts[:, 0]).sum(-1, keepdims=True)
-        along = (weight * parts[:, 1]).sum(-1, keepdims=True)
-        return np.clip(along / np.maximum(true, 1e-38), SLOWEST, FASTEST)
+    def bounded(rates: np.ndarray) -> np.ndarray:
+        return np.clip(np.nan_to_num(rates), SLOWEST, FASTEST)  # NaN where nothing moves
 
-    by_tensor = np.clip(parts[:, 1] / np.maximum(parts[:, 0], 1e-38), SLOWEST, FASTEST)
-    across = parts[:, 2] - (by_tensor - 1) ** 2 * parts[:, 0]
-    noise = np.sqrt(np.maximum(across, 0) / WINDOW)
-    return Rates(quotient(np.minimum(sizes, sampled)), quotient(sizes), by_tensor, noise)
+    sums = ruler.in_parts(ruler.texts.index(cell), PARTS)
+    sums = WindowSums(*(part[:, in_order] for part in sums))
+    by_tensor = bounded(sums.rates)
+    return Rates(
+        bounded(sums.rate(ruler.sample.followed[in_order])),
+        bounded(sums.rate(ruler.sample.sizes[in_order])),
+        by_tensor,
+        noise_of(sums, by_tensor, WINDOW),
+    )
 
 
 # Twins of agents
@@ -272,14 +274,14 @@ def predict(out: Path) -> None:
             continue
         rates, findings = watch(setting, CELLS)
         arms = [(np.ones((1, 1)), None)]
-        for i, cell in enumerate(CELLS):
-            noise = rates.noise[:, i] if "stochastic" in cell else None
-            arms.append((rates.by_tensor[:, i], noise))
+        for cell in CELLS:
+            noise = rates[cell].noise if "stochastic" in cell else None
+            arms.append((rates[cell].by_tensor, noise))
         exact, *returns = twins(setting, arms, TWINS)
         start = untrained(setting, TWINS)
         for i, cell in enumerate(CELLS):
             loss = share_lost(returns[i], exact, start)
-            means = [float(rate[:, i].mean()) for rate in (rates.alike, rates.numbers)]
+            means = rates[cell].alike.mean(), rates[cell].numbers.mean()
             numbers = [f"{x:.4g}" for x in (loss, *means, findings[cell].noise)]
             values = (*setting, cell, *numbers, findings[cell].verdict)
             journal.add(dict(zip(PREDICTED, values, strict=True)))
@@ -583,10 +585,9 @@ def rates_over_time(watcher: Watcher, text: str, length: int) -> dict[str, list]
     if not ruler.windows:
         return {"tensor_rates": [], "tensor_noise": []}
     sums = ruler.in_parts(ruler.texts.index(text), PARTS)
-    across = np.maximum(sums.apart - (sums.rates - 1) ** 2 * sums.true, 0)
     return {
         "tensor_rates": sums.rates.tolist(),
-        "tensor_noise": np.sqrt(across / length).tolist(),
+        "tensor_noise": noise_of(sums, sums.rates, length).tolist(),
     }
 
 

@@ -22,11 +22,11 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
+from torch.utils.benchmark import Timer
 
 from fp8rl.machine.hardware import origin
 
@@ -173,26 +173,20 @@ def write_tables(path: Path, *parts: str, more: str = "", **beside: str) -> None
 
 
 def seconds_of(
-    steps: dict, rounds: int = 7, round_seconds: float = 0.05, device="cuda"
+    steps: dict[str, Callable], rounds: int = 7, round_seconds: float = 0.05
 ) -> dict[str, float]:
     """Median seconds of each callable, over rounds that alternate between them.
 
     Each round is long enough for the clock's resolution.
     """
-
-    def timed(step, repeats):
-        began = time.perf_counter()
-        for _ in range(repeats):
-            step()
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - began) / repeats
-
-    for step in steps.values():
-        timed(step, 3)  # warm-up
-    repeats = {name: max(1, int(round_seconds / timed(step, 1))) for name, step in steps.items()}
+    timers = {name: Timer("step()", globals={"step": step}) for name, step in steps.items()}
+    for timer in timers.values():
+        timer.timeit(3)  # warm-up
+    once = {name: timer.timeit(1).mean for name, timer in timers.items()}
+    repeats = {name: max(1, int(round_seconds / seconds)) for name, seconds in once.items()}
     times = [
-        {name: timed(step, repeats[name]) for name, step in steps.items()} for _ in range(rounds)
+        {name: timer.timeit(repeats[name]).mean for name, timer in timers.items()}
+        for _ in range(rounds)
     ]
     return {name: statistics.median(x[name] for x in times) for name in steps}
 

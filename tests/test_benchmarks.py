@@ -224,7 +224,7 @@ def one_line(module, patch) -> None:
     """One line of torch alone: the others compile for minutes."""
     training = module.Training(steps=64)
     make = module.adam(lr=3e-3)
-    line = module.Line("torch", "Adam, bf16", "weight", training, make, doctor="model=bf16:loop")
+    line = module.Line("torch", "Adam, bf16", "weight", training, make, entry="model=bf16:loop")
     patch.setattr(module, "SECTIONS", {"torch": lambda: [line]})
 
 
@@ -270,7 +270,7 @@ SMOKE = {
             "LESSON_SEEDS": range(1000, 1001),
             "LESSON_STEPS": 4_352,  # 17 iterations: one more than a curve is smoothed over
             "PRECISIONS": ("fp8",),
-            "LESSON_ARMS": ("no replay: A2C", "slices, corrected, new update"),
+            "LESSON_ARMS": ("no replay: A2C", "slices, corrected"),
         },
     ),
     "published": Smoke(

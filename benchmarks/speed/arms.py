@@ -197,7 +197,7 @@ def speed_arm(row: tuple[str, ...], column: str, command: str, copies: Iterable[
     return Arm(row, column, measure)
 
 
-TRAINING = "--rollout-length 32 --threads 1 --steps {steps} --seed {seed}"
+TRAINING = "--rollout-length 32 --steps {steps} --seed {seed}"
 OURS = f"rivals.py --num-envs 16 --learning-rate 0.002 {TRAINING}"
 JAX = f"jax_rival.py --num-envs 16 --learning-rate 0.002 {TRAINING}"
 SB3 = f"sb3_rival.py {TRAINING}"
@@ -282,7 +282,7 @@ def watching(options: argparse.Namespace) -> list[Table]:
 
 
 def loops(options: argparse.Namespace) -> list[Table]:
-    shape = "--rollout-length 32 --threads 1 --updates {} --num-envs {} --seconds {}"
+    shape = "--rollout-length 32 --updates {} --num-envs {} --seconds {}"
     scripts = {"fp8rl, steps/s": "rivals.py --variant on-policy", "JAX, steps/s": "jax_rival.py"}
     arms = [
         speed_arm(
@@ -479,7 +479,7 @@ def collect(env_id: str, copies: int, vectorization: str, seed: int) -> dict[str
     model = ActorCritic(4)
     collector = Collector(env, model, Precision("fp32"), length=32)
     step = {vectorization: functools.partial(collector.collect, model)}
-    seconds = seconds_of(step, 1, 0.6, device="cpu")[vectorization]
+    seconds = seconds_of(step, 1, 0.6)[vectorization]
     env.close()
     return {vectorization: 32 * copies / seconds}
 

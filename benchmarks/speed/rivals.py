@@ -255,10 +255,9 @@ def main(train: Callable, variants: Sequence[str], uses_torch: bool = True) -> N
     parser.add_argument("--no-graph", action="store_true", help="of fp8rl, without CUDA graphs")
     parser.add_argument("--matmul", default="default", help="of JAX; on a GPU default is TF32")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--core", type=int, help="the only core to use")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     if options.core is not None:
         os.sched_setaffinity(0, {options.core})  # before XLA counts the cores
