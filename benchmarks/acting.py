@@ -37,17 +37,22 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from results import Journal, table_of, write_tables
+from results import RESULTS, Journal, table_of, write_tables
 
 from fp8rl.machine.hardware import cores, keep_freed_memory
 from fp8rl.sequences.laboratory import Arm, Laboratory, Setting
 from fp8rl.study import figures
 
-RESULTS = Path(__file__).parent / "results"
-REPAIRS = ("token_weights", "sequence_weights", "mask_tokens", "mask_sequences")
-ALL = ("none", *REPAIRS, "clip", "one_precision")
+ALL = (
+    "none",
+    "token_weights",
+    "sequence_weights",
+    "mask_tokens",
+    "mask_sequences",
+    "clip",
+    "one_precision",
+)
 ENDS = ("none", "clip")  # the least and the most that can happen
-TOP_P = 0.95
 # What stacks do, by the correction of an arm
 RULES = {
     "none": "no correction",
@@ -59,14 +64,13 @@ RULES = {
     "clip": "AReaL, default",
 }
 BEST = "token_weights"  # with which the other rules are compared
-WITH_TOP_P = ("none", "masked_sequence_weights", BEST)
-CLIPS = ("none", "masked_sequence_weights", BEST, "clip")
+SAMPLED = ("none", "masked_sequence_weights", BEST)  # of formats that sample by top-p
 
 
 def arms_of(corrections: dict[str, tuple[str, ...]], with_top_p: tuple[str, ...] = ()) -> list[Arm]:
     """Float32, each format with each of its corrections, and the formats that sample by top-p."""
     arms = [Arm(form, name) for form, names in corrections.items() for name in names]
-    arms += [Arm(form, name, TOP_P) for form in with_top_p for name in WITH_TOP_P]
+    arms += [Arm(form, name, 0.95) for form in with_top_p for name in SAMPLED]
     return [Arm(), *arms]
 
 
@@ -78,20 +82,23 @@ class Experiment(NamedTuple):
     arms: dict[int, list[Arm]]
 
 
-BITS = {form: ALL for form in ("e8m1", "e8m2", "e8m3")}
-BITS |= {form: ENDS for form in ("e8m5", "e8m7")}
-SIDES = ("clip_negative", "clip_positive")
-WITH_SIDES = BITS | {form: (*ALL, *SIDES) for form in ("e8m1", "e8m2")}
+WITH_SIDES = {
+    **{form: (*ALL, "clip_negative", "clip_positive") for form in ("e8m1", "e8m2")},
+    "e8m3": ALL,
+    **{form: ENDS for form in ("e8m5", "e8m7")},
+}
 LONG = {form: ENDS for form in ("e8m1", "e8m3", "e8m5")} | {"e8m2": (*ENDS, "mask_tokens")}
-ENGINES = {"fp8": ALL, "fp16": ENDS}
-ENTROPIC = {form: ALL for form in ("e8m1", "e8m2", "e8m3")}
-ENTROPIC |= {form: ENDS for form in ("e8m5", "fp8")}
-ATTENTION = {form: ALL for form in ("e8m2", "e8m3", "fp8")}
-ATTENTION |= {form: ENDS for form in ("e8m1", "e8m5")}
-TWO_UPDATES = {form: ("none", BEST, "clip") for form in ("e8m1", "e8m2", "e8m3")}
+ENTROPIC = {
+    **{form: ALL for form in ("e8m1", "e8m2", "e8m3")},
+    **{form: ENDS for form in ("e8m5", "fp8")},
+}
+ATTENTION = {
+    **{form: ALL for form in ("e8m2", "e8m3", "fp8")},
+    **{form: ENDS for form in ("e8m1", "e8m5")},
+}
 EVERY_RULE = arms_of({form: tuple(RULES) for form in ("fp8", "e8m2")}, ("fp32", "fp8"))
 LONG_TOP_P = arms_of({}, ("fp32",))
-IN_MINIBATCHES = arms_of({form: CLIPS for form in ("fp8", "e8m2")})
+IN_MINIBATCHES = arms_of({form: (*SAMPLED, "clip") for form in ("fp8", "e8m2")})
 SHARP = Setting()
 HARMLESS = Setting(right_tokens=4)
 # With the recurrent network's learning rate, attention unlearns in float32, too
@@ -114,7 +121,8 @@ EXPERIMENTS = {
         "other formats": Experiment(
             SHARP,
             NEW,
-            {length: arms_of(ENGINES) for length in (8, 32, 128)} | {512: arms_of({"fp8": ENDS})},
+            {length: arms_of({"fp8": ALL, "fp16": ENDS}) for length in (8, 32, 128)}
+            | {512: arms_of({"fp8": ENDS})},
         ),
         "entropic task": Experiment(
             HARMLESS, NEW, {length: arms_of(ENTROPIC) for length in (8, 32, 128)}
@@ -125,7 +133,10 @@ EXPERIMENTS = {
         "two updates": Experiment(
             Setting(updates_per_rollout=2),
             NEW,
-            {length: arms_of(TWO_UPDATES) for length in (32, 128)},
+            {
+                length: arms_of({form: ("none", BEST, "clip") for form in ("e8m1", "e8m2", "e8m3")})
+                for length in (32, 128)
+            },
         ),
     },
     "stack_rules_measured": {
@@ -144,14 +155,20 @@ EXPERIMENTS = {
     },
 }
 PLACE = ["experiment", "length", "format", "correction"]
-RULES_PLACE = ["experiment", "length", "format", "top_p", "correction"]
 SUCCESSES = ["seed", "learner", "actor", "dead", "start"]
-PREDICTED = [*PLACE, "sample_size", "horizon", "predicted"]
-PREDICTED += ["format alone", "length alone", "sample size alone"]
+PREDICTED = [
+    *PLACE,
+    "sample_size",
+    "horizon",
+    "predicted",
+    "format alone",
+    "length alone",
+    "sample size alone",
+]
 FIELDS = {
     "acting_first": PLACE + SUCCESSES,
     "acting_measured": PLACE + SUCCESSES,
-    "stack_rules_measured": RULES_PLACE + SUCCESSES,
+    "stack_rules_measured": ["experiment", "length", "format", "top_p", "correction", *SUCCESSES],
 }
 
 
@@ -401,8 +418,9 @@ def success_table(cells: dict[Key, Cell]) -> str:
         for (name, length, form, correction), cell in cells.items()
         if correction in corrections and form in formats and length in (32, 128)
     ]
-    columns = ("experiment, T", "format", "correction", "learner", "actor", "dead prompts")
-    return table_of(columns, rows)
+    return table_of(
+        ("experiment, T", "format", "correction", "learner", "actor", "dead prompts"), rows
+    )
 
 
 SHORT = {"first": "recurrent", "other formats": "recurrent", "attention": "attention"}
@@ -456,8 +474,14 @@ def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
             ]
             color = style["color"]
             for x, loss, is_full in points:
-                fill = color if is_full else "none"
-                ax.plot(x, loss, marker, color=color, markerfacecolor=fill, alpha=0.8)
+                ax.plot(
+                    x,
+                    loss,
+                    marker,
+                    color=color,
+                    markerfacecolor=color if is_full else "none",
+                    alpha=0.8,
+                )
             ax.plot([], [], marker, color=color, label=label, alpha=0.8)
             if name == "first" and points:
                 over, losses, _ = np.array(sorted(points)).T
@@ -485,7 +509,6 @@ def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
     axes[2].legend(fontsize=8, loc="upper left")
     fig.suptitle("The clip by the rollout policy does harm long before few bits do")
     fig.savefig(out, dpi=110)
-    plt.close(fig)
 
 
 HALVES = {
@@ -517,7 +540,6 @@ def draw_halves(cells: dict[Key, Cell], out: Path) -> None:
     ax.legend(loc="upper left", frameon=False)
     ax.set_title("PPO's clip by π/μ does harm where the advantage A is negative")
     fig.savefig(out, dpi=110)
-    plt.close(fig)
 
 
 def rules_table(out: Path) -> None:
@@ -570,8 +592,9 @@ def minibatch_table(grouped: dict[Key, dict[str, dict]]) -> str:
             seeds = sorted(grouped[four])
             losses = [two_places(losses_of(grouped, x, seeds)[0]) for x in (key, four)]
             table.append([key[0], key[2], RULES[key[3]], *losses, more_lost(grouped, four, key)])
-    columns = ("network, right tokens", "who acts", "rule", "one", "four", "more is lost by")
-    return table_of(columns, table)
+    return table_of(
+        ("network, right tokens", "who acts", "rule", "one", "four", "more is lost by"), table
+    )
 
 
 def main(words: list[str] | None = None) -> None:

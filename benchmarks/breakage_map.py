@@ -114,9 +114,9 @@ def run(task: str, rate: float, arms: dict, seeds: int) -> list[dict]:
         name: [Config(seed=1000 + seed, **shape, **fields) for seed in range(seeds)]
         for name, fields in {BASELINE: {}, **arms}.items()
     }
-    learns_nothing = {"steps": 2_048, "learning_rate": 1e-12}
     configs[UNTRAINED] = [
-        dataclasses.replace(config, **learns_nothing) for config in configs[BASELINE]
+        dataclasses.replace(config, steps=2_048, learning_rate=1e-12)  # learns nothing
+        for config in configs[BASELINE]
     ]
     found = dict(parallel.run_all([config for arm in configs.values() for config in arm]))
     every = {
@@ -201,7 +201,6 @@ def draw(out: Path, rows: list[dict]) -> None:
         title_fontsize=12,
     )
     figure.savefig(out, dpi=110)
-    plt.close(figure)
 
 
 def counts(rows: list[dict]) -> str:

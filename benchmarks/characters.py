@@ -128,19 +128,23 @@ def draw(out: Path, losses: dict[str, np.ndarray]) -> None:
     ax.set_title("A character model in three bytes a parameter learns as in twelve", fontsize=11)
     ax.legend(fontsize=9)
     figure.savefig(out, dpi=110)
-    plt.close(figure)
 
 
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     losses = {arm: np.array([train(arm, seed) for seed in range(SEEDS)]) for arm in ARMS}
-    columns = ("kept", "final loss, median of three seeds", "smallest and largest")
-    columns += ("stored, bytes a parameter", "at the peak of an update")
+    columns = (
+        "kept",
+        "final loss, median of three seeds",
+        "smallest and largest",
+        "stored, bytes a parameter",
+        "at the peak of an update",
+    )
     rows = []
     for arm, own in losses.items():
         final = own[:, -1]
-        losses_of_seeds = [f"{np.median(final):.3f}", f"{final.min():.3f}, {final.max():.3f}"]
-        rows.append([arm, *losses_of_seeds, *ARMS[arm][1:]])
+        extremes = f"{final.min():.3f}, {final.max():.3f}"
+        rows.append([arm, f"{np.median(final):.3f}", extremes, *ARMS[arm][1:]])
     draw(out.with_suffix(".png"), losses)
     write_tables(out, table_of(columns, rows))
 

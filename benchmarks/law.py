@@ -59,7 +59,6 @@ from fp8rl.study import figures
 from fp8rl.study.statistics import is_failure, share_lost
 from fp8rl.train import train
 
-WATCHED = 900  # the seed of the agent on which rates are measured
 TWINS = range(500, 508)  # seeds of the twins, and of the float32 agents beside them
 MEASURED_SEEDS = range(8000, 8008)  # seeds of the agents that keep a place in few bits
 WINDOW = 32  # updates in one of the doctor's windows
@@ -131,8 +130,9 @@ CELLS = (
 def config_of(setting: Setting, seed: int, formats: str = "") -> Config:
     fields = {name: value for name, value in setting._asdict().items() if value is not None}
     task = fields.pop("task")
-    shape = {"env_id": task, "steps": STEPS[task], "eval_every": 0}
-    return Config(seed=seed, formats=formats, **shape, **fields)
+    return Config(
+        seed=seed, formats=formats, env_id=task, steps=STEPS[task], eval_every=0, **fields
+    )
 
 
 # Rates
@@ -168,7 +168,7 @@ def noise_of(sums: WindowSums, rates: np.ndarray, updates: int) -> np.ndarray:
 def watch(setting: Setting, cells: tuple[str, ...]) -> tuple[dict[str, Rates], dict[str, Finding]]:
     """Trains one float32 agent. Returns the rates of these cells, their tensors in the order of the
     network's parameters in a population, and for each cell what the doctor says."""
-    run = build(config_of(setting, WATCHED))
+    run = build(config_of(setting, seed=900))
     doctor = Doctor(run.learner.optimizer, formats=cells, model=run.model)
     train(run, progress=False)
     numbers = {id(p): number for number, p in enumerate(run.model.parameters())}
@@ -245,8 +245,10 @@ def twins(setting: Setting, arms: list[tuple], seeds) -> np.ndarray:
 
 def untrained(setting: Setting, seeds) -> np.ndarray:
     """Returns [seeds] before training."""
-    nothing = {"steps": 2_048, "learning_rate": 1e-12}
-    configs = [dataclasses.replace(config_of(setting, seed), **nothing) for seed in seeds]
+    configs = [
+        dataclasses.replace(config_of(setting, seed), steps=2_048, learning_rate=1e-12)
+        for seed in seeds
+    ]
     run = train(build_population(configs), progress=False)
     return np.array([history.final_return for history in run.history.of_agents])
 
@@ -472,14 +474,13 @@ def row_of(name: str, cells: list[Cell]) -> dict:
 
 def intervals(cells: list[Cell]) -> str:
     """95% bootstrap intervals over settings of the mean errors, and of their difference."""
-    settings = sorted({cell.setting for cell in cells}, key=str)
-    by_setting = []
-    for setting in settings:
-        own = [cell for cell in cells if cell.setting == setting]
-        errors = [[abs(c.twin - c.measured), abs(c.lookup - c.measured)] for c in own]
-        by_setting.append(np.mean(errors, axis=0))
-    draws = np.random.default_rng(0).integers(len(settings), size=(10_000, len(settings)))
-    twin, lookup = np.array(by_setting)[draws].mean(1).T
+    errors: dict[str, list] = {}
+    for cell in cells:
+        distances = abs(cell.twin - cell.measured), abs(cell.lookup - cell.measured)
+        errors.setdefault(str(cell.setting), []).append(distances)
+    by_setting = np.array([np.mean(errors[setting], axis=0) for setting in sorted(errors)])
+    draws = np.random.default_rng(0).integers(len(errors), size=(10_000, len(errors)))
+    twin, lookup = by_setting[draws].mean(1).T
     parts = {"twin": twin, "lookup": lookup, "twin / lookup": twin / lookup}
     return ", ".join(
         "{} {:.3f} to {:.3f}".format(name, *np.quantile(x, (0.025, 0.975)))
@@ -567,32 +568,19 @@ def draw(out: Path, cells: list[Cell]) -> None:
         error = np.mean([abs(getattr(cell, rule) - cell.measured) for cell in cells])
         ax.set_title(title.format(error), fontsize=12)
         ax.set_xlabel("predicted loss, as a share of float32's gain", fontsize=9)
-    low, high = LIMITS
-    axes[0].set_ylabel(f"measured loss ({low:g} and {high:g}: or beyond)")
+    axes[0].set_ylabel("measured loss ({:g} and {:g}: or beyond)".format(*LIMITS))
     axes[0].legend(fontsize=8, loc="lower right")
     figure.suptitle("Twins foresee what a format costs in a setting, and lookups do not")
     figure.savefig(out, dpi=110)
-    plt.close(figure)
 
 
 # Twins of scripts that others wrote
 
 
-def rates_over_time(watcher: Watcher, text: str, length: int) -> dict[str, list]:
-    """The rates of each tensor in parts of the training, [parts, T], and the standard deviation of
-    a number's noise in one update. `length` is the doctor's number of updates in a window."""
-    ruler = ruler_of(watcher, text)
-    if not ruler.windows:
-        return {"tensor_rates": [], "tensor_noise": []}
-    sums = ruler.in_parts(ruler.texts.index(text), PARTS)
-    return {
-        "tensor_rates": sums.rates.tolist(),
-        "tensor_noise": noise_of(sums, sums.rates, length).tolist(),
-    }
-
-
 def watch_script(formats: str, out: Path, run_script: Callable[[], None]) -> None:
-    """Runs a script in float32, and writes what the doctor has measured."""
+    """Runs a script in float32, and writes what the doctor has measured: beside its report the rates
+    of each tensor in parts of the training, [parts, T], and the standard deviation of a number's
+    noise in one update."""
     doctor = Doctor(formats=formats.split())
     with doctor.installed():
         run_script()
@@ -600,7 +588,13 @@ def watch_script(formats: str, out: Path, run_script: Callable[[], None]) -> Non
     for patient, optimizer in zip(doctor.patients, content["optimizers"], strict=True):
         for finding in optimizer["findings"]:
             text = f"{finding['place']}={finding['format']}"
-            finding |= rates_over_time(patient.watcher, text, doctor.length)
+            ruler = ruler_of(patient.watcher, text)
+            if not ruler.windows:
+                finding |= {"tensor_rates": [], "tensor_noise": []}
+                continue
+            sums = ruler.in_parts(ruler.texts.index(text), PARTS)
+            noise = noise_of(sums, sums.rates, doctor.length)
+            finding |= {"tensor_rates": sums.rates.tolist(), "tensor_noise": noise.tolist()}
     out.write_text(json.dumps(content))
 
 

@@ -251,10 +251,8 @@ def torch_optimizers() -> list[Line]:
     ]
     # At -2.0 the fused step has overtaken float32, and stops: its v is too small
     for how in ("loop", "fused"):
-        line = Line(
-            "torch", f"Adam, bf16, {how}", "", few=adam(lr=3e-3, **how_of[how]), exact=exact
-        )
-        line = line._replace(training=Training(steps=1_500))
+        few = adam(lr=3e-3, **how_of[how])
+        line = Line("torch", f"Adam, bf16, {how}", "", Training(steps=1_500), few, exact=exact)
         lines += [
             line._replace(figure="v of a constant gradient of 1, after 1,500 steps", read=v),
             line._replace(

@@ -78,14 +78,6 @@ class Study(NamedTuple):
 
 
 RETURN = r"episodic_return=\[?\s*(-?[\d.]+)"
-VALIDATION = r"val loss ([\d.]+)"
-GPT = (
-    "train.py --dataset=pydoc --device=cpu --compile=False --eval_interval={every} --eval_iters=20 "
-    "--log_interval=100 --block_size=64 --batch_size=12 --n_layer=2 --n_head=4 --n_embd=64 "
-    "--max_iters={steps} --lr_decay_iters={steps} --warmup_iters=50 --dropout=0.0 "
-    "--always_save_checkpoint=False --out_dir=out{{seed}} --gradient_accumulation_steps=1 "
-    "--learning_rate={rate} --min_lr={least}"
-)
 PPO = Script(
     "cleanrl", "cleanrl/ppo.py --total-timesteps 60000 --seed {seed}", RETURN, 20, True, 20
 )
@@ -94,8 +86,14 @@ DQN = "cleanrl/dqn.py --total-timesteps {} --learning-starts 1000 --seed {{seed}
 
 def nano_gpt(steps: int, every: int, rate: str, least: str, **fields) -> Script:
     """nanoGPT on a CPU, which has no option for a seed."""
-    arguments = GPT.format(steps=steps, every=every, rate=rate, least=least)
-    return Script("nanogpt", arguments, VALIDATION, 1, False, 4.6, **fields)
+    arguments = (
+        f"train.py --dataset=pydoc --device=cpu --compile=False --eval_interval={every} "
+        "--eval_iters=20 --log_interval=100 --block_size=64 --batch_size=12 --n_layer=2 --n_head=4 "
+        f"--n_embd=64 --max_iters={steps} --lr_decay_iters={steps} --warmup_iters=50 --dropout=0.0 "
+        "--always_save_checkpoint=False --out_dir=out{seed} --gradient_accumulation_steps=1 "
+        f"--learning_rate={rate} --min_lr={least}"
+    )
+    return Script("nanogpt", arguments, r"val loss ([\d.]+)", 1, False, 4.6, **fields)
 
 
 STUDIES = {

@@ -50,16 +50,16 @@ import numpy as np
 import torch
 from results import Journal, table_of, write_tables
 
-from fp8rl.build import Machine, build
+from fp8rl.build import FIRST_EVALUATION_SEED, Machine, build
 from fp8rl.config import EIGHT_BIT, Config
 from fp8rl.env import MAX_STEPS, STATE_BOUNDS, Cart, dynamics, outcome
-from fp8rl.evaluate import play
+from fp8rl.evaluate import START_NOISE, play
 from fp8rl.history import History
 from fp8rl.machine.hardware import cores
 from fp8rl.study import comparison, figures, parallel
 from fp8rl.tasks import lqr
 from fp8rl.tasks.by_id import task_of
-from fp8rl.tasks.gymnasium_env import GymEnv
+from fp8rl.tasks.environments import env_maker, environment_of
 from fp8rl.train import train
 
 CART, CARTPOLE, LQR = "the cart", "CartPole-v1", "fp8rl/Lqr-v0"
@@ -79,14 +79,16 @@ TASKS = {
     # An evaluation takes as many steps as a tenth of the training
     "HalfCheetah-v5": (8000, 1_000_000, 200_000, 5800),
 }
-PRECISIONS = {name: {"precision": name} for name in ("fp32", "bf16", "fp16", "fp8")} | {
-    # With the root of v rounded to the nearest, as EIGHT_BIT was when the tables were made
-    "eight-bit state": EIGHT_BIT | {"formats": "weights=e4m3:stochastic m=e4m3 root=e4m3"}
-}
-# As many updates as the defaults make, all on slices of the newest rollout: the ring holds no more
-# (2,048 steps and the final observations). This is PPO without replay, and says where replay pays.
 NO_REPLAY = "fp32 without replay"
-PRECISIONS[NO_REPLAY] = {"precision": "fp32", "capacity": 2_064}
+PRECISIONS = {
+    **{name: {"precision": name} for name in ("fp32", "bf16", "fp16", "fp8")},
+    # With the root of v rounded to the nearest, as EIGHT_BIT was when the tables were made
+    "eight-bit state": EIGHT_BIT | {"formats": "weights=e4m3:stochastic m=e4m3 root=e4m3"},
+    # As many updates as the defaults make, all on slices of the newest rollout: the ring holds no
+    # more (2,048 steps and the final observations). This is PPO without replay, and says where
+    # replay pays.
+    NO_REPLAY: {"precision": "fp32", "capacity": 2_064},
+}
 PEERS = {"SB3 A2C": "A2C", "SB3 PPO": "PPO"}
 ARMS = (*PRECISIONS, *PEERS)
 DRAWN = ("fp32", "fp8")
@@ -99,8 +101,17 @@ SEEDS = {
 }
 # Columns of the short table, and how a newcomer knows them
 SHORT = {"fp32": "float32", "fp8": "FP8"} | {name: name for name in PEERS}
-COLUMNS = ("task", "arm", "steps", "median score", "lowest", "seeds that reach the goal", "held")
-COLUMNS += ("minus fp32, IQM [95%]", "seconds a seed")
+COLUMNS = (
+    "task",
+    "arm",
+    "steps",
+    "median score",
+    "lowest",
+    "seeds that reach the goal",
+    "held",
+    "minus fp32, IQM [95%]",
+    "seconds a seed",
+)
 
 
 # What is trained
@@ -241,27 +252,26 @@ ZOO = {
         "use_sde": True,
         "sde_sample_freq": 4,
     },
-}
-WIDE = {
-    "log_std_init": -2,
-    "ortho_init": False,
-    "activation_fn": "ReLU",
-    "net_arch": {"pi": [256, 256], "vf": [256, 256]},
-}
-ZOO["PPO", "HalfCheetah-v5"] = {
-    "normalize": True,
-    "n_envs": 1,
-    "n_steps": 512,
-    "batch_size": 64,
-    "gamma": 0.98,
-    "learning_rate": 2.0633e-05,
-    "ent_coef": 0.000401762,
-    "clip_range": 0.1,
-    "n_epochs": 20,
-    "gae_lambda": 0.92,
-    "max_grad_norm": 0.8,
-    "vf_coef": 0.58096,
-    "policy_kwargs": WIDE,
+    ("PPO", "HalfCheetah-v5"): {
+        "normalize": True,
+        "n_envs": 1,
+        "n_steps": 512,
+        "batch_size": 64,
+        "gamma": 0.98,
+        "learning_rate": 2.0633e-05,
+        "ent_coef": 0.000401762,
+        "clip_range": 0.1,
+        "n_epochs": 20,
+        "gae_lambda": 0.92,
+        "max_grad_norm": 0.8,
+        "vf_coef": 0.58096,
+        "policy_kwargs": {
+            "log_std_init": -2,
+            "ortho_init": False,
+            "activation_fn": "ReLU",
+            "net_arch": {"pi": [256, 256], "vf": [256, 256]},
+        },
+    },
 }
 for algorithm in ("A2C", "PPO"):
     ZOO[algorithm, CART] = ZOO[algorithm, CARTPOLE]
@@ -295,12 +305,9 @@ class PeerEvaluator:
             return
         self.seconds += time.process_time() - self.resumed
         normalizer = model.get_vec_normalize_env()
-        task = Cart if self.config.env_id is None else task_of(self.config.env_id)
-        if task:
-            env = task(self.config.eval_episodes, purpose="evaluation starts")
-        else:
-            # As in build.build
-            env = GymEnv(self.config.env_id, self.config.eval_episodes, seed=2**31)
+        make_env = env_maker(self.config, environment_of(self.config), FIRST_EVALUATION_SEED)
+        starts = (START_NOISE, "cpu", 0, "evaluation starts")
+        env = make_env(self.config.eval_episodes, *starts)
         # Of a push; there is none of a choice
         largest = getattr(model.action_space, "high", None)
 
@@ -627,9 +634,8 @@ def main(words: list[str] | None = None) -> None:
     for task in options.only or TASKS:
         wanted = [arm for arm in options.arms if arm in arms_of(task)]
         together = [arm for arm in wanted if arm in PRECISIONS]
-        groups = [together] if together else []
-        groups += [[arm] for arm in wanted if arm in PEERS]
-        for group in groups:
+        alone = [[arm] for arm in wanted if arm in PEERS]
+        for group in filter(None, (together, *alone)):
             try:
                 train_missing(task, group, journal)
             finally:
