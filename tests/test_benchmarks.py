@@ -42,8 +42,14 @@ from fp8rl.machine.machine import Machine
 from fp8rl.sequences import laboratory
 
 SHORT = {"steps": 128, "eval_every": 0, "eval_episodes": 2} | TINY  # two iterations
-QUICK = {"num_envs": 4, "rollout_length": 4, "slice_length": 4, "batch_size": 16}
-QUICK |= {"replay_updates": 1, "eval_episodes": 2}
+QUICK = {
+    "num_envs": 4,
+    "rollout_length": 4,
+    "slice_length": 4,
+    "batch_size": 16,
+    "replay_updates": 1,
+    "eval_episodes": 2,
+}
 
 
 # Stand-ins
@@ -100,17 +106,17 @@ def short_tasks(module, monkeypatch) -> None:
     found = {task: (8000, 32, 16, goal) for task, (*_, goal) in tasks.TASKS.items()}
     of_seeds = tasks.configs_of
     is_there = SimpleNamespace(find_spec=lambda name: True)
-    for name, value in {
-        "Config": config_class(**QUICK),
-        "TASKS": found,
-        "best_of": {tasks.CART: 199.0, tasks.LQR: -5.0}.get,
-        "importlib": SimpleNamespace(util=is_there),
-        "configs_of": lambda *arm: of_seeds(*arm)[:2],
-        "train_peer": other_library,
-        "through_gymnasium": lambda config: other_library("", config),
-        "mark_of": functools.cache(tasks.mark_of.__wrapped__),  # of these settings
-    }.items():
-        monkeypatch.setattr(tasks, name, value)
+    fields(
+        monkeypatch,
+        tasks,
+        Config=config_class(**QUICK),
+        TASKS=found,
+        importlib=SimpleNamespace(util=is_there),
+        configs_of=lambda *arm: of_seeds(*arm)[:2],
+        train_peer=other_library,
+        through_gymnasium=lambda config: other_library("", config),
+        mark_of=functools.cache(tasks.mark_of.__wrapped__),  # of these settings
+    )
 
 
 def touch(figure: Figure, file, **_) -> None:
@@ -228,8 +234,10 @@ def one_line(module, patch) -> None:
     patch.setattr(module, "SECTIONS", {"torch": lambda: [line]})
 
 
-RUNGS = {name: replay_lesson.RUNGS[name] for name in list(replay_lesson.RUNGS)[:2]}
-RUNGS["the earlier defaults"] = replay_lesson.EARLIER | QUICK
+RUNGS = {
+    **{name: replay_lesson.RUNGS[name] for name in list(replay_lesson.RUNGS)[:2]},
+    "the earlier defaults": replay_lesson.EARLIER | QUICK,
+}
 LANDER = "MountainCar-v0"  # LunarLander needs Box2D
 EVERYTHING = functools.reduce(dict.__or__, replay_lesson.STEPWISE.values())
 
@@ -481,9 +489,10 @@ SMOKE |= {
 }
 
 
-@pytest.mark.parametrize("name", SMOKE)
-def test_a_benchmark_writes_its_tables(name, one_process, monkeypatch, tmp_path):
-    module, files, runs, sizes, prepare = SMOKE[name]
+@pytest.mark.parametrize(("module", "files", "runs", "sizes", "prepare"), SMOKE.values(), ids=SMOKE)
+def test_a_benchmark_writes_its_tables(
+    module, files, runs, sizes, prepare, one_process, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Figure, "savefig", touch)
     monkeypatch.setattr(tasks, "best_of", {tasks.CART: 199.0, tasks.LQR: -5.0}.get)

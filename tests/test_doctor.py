@@ -588,9 +588,8 @@ WORDS = {  # what is trained, with expected words and phrases
 }
 
 
-@pytest.mark.parametrize("what", WORDS)
-def test_each_word_has_its_case(what):
-    train, expected = WORDS[what]
+@pytest.mark.parametrize(("train", "expected"), WORDS.values(), ids=WORDS)
+def test_each_word_has_its_case(train, expected):
     findings = train([*expected])
     for text, (word, phrase) in expected.items():
         assert findings[text].verdict == word and phrase in str(findings[text]), findings[text]
@@ -669,9 +668,8 @@ JUDGED = {  # the optimizer, the word of weights, and part of the report
 }
 
 
-@pytest.mark.parametrize("name", JUDGED)
-def test_other_optimizers_are_judged_by_their_weights_or_not_at_all(name):
-    make, word, part = JUDGED[name]
+@pytest.mark.parametrize(("make", "word", "part"), JUDGED.values(), ids=JUDGED)
+def test_other_optimizers_are_judged_by_their_weights_or_not_at_all(make, word, part):
     model = network()
     optimizer = make(model.parameters())
     doctor = Doctor(optimizer, formats=("weights=bf16", "m=bf16", "root=bf16", "forward=bf16"))
