@@ -168,7 +168,7 @@ def noise_of(sums: WindowSums, rates: np.ndarray, updates: int) -> np.ndarray:
 def watch(setting: Setting, cells: tuple[str, ...]) -> tuple[dict[str, Rates], dict[str, Finding]]:
     """Trains one float32 agent. Returns the rates of these cells, their tensors in the order of the
     network's parameters in a population, and for each cell what the doctor says."""
-    run = build(config_of(setting, seed=900))
+    run = build(config_of(setting, seed=900))  # which nothing else has
     doctor = Doctor(run.learner.optimizer, formats=cells, model=run.model)
     train(run, progress=False)
     numbers = {id(p): number for number, p in enumerate(run.model.parameters())}

@@ -22,6 +22,7 @@ import characters
 import decoder_dumps
 import film
 import law
+import matplotlib.pyplot as plt
 import noise_dumps
 import numpy as np
 import pytest
@@ -77,19 +78,16 @@ def called_once(steps: dict, *_, **__) -> dict[str, float]:
 
 def printed_by(commands: list[str], *_) -> dict:
     """Stands in for processes."""
-    printed = [{"train_steps_per_second": 7.0, "greedy_return": 199.0}] * len(commands)
-    return {"printed": printed, "seconds": 2.0, "megabytes": 100.0}
+    return {
+        "printed": [{"train_steps_per_second": 7.0, "greedy_return": 199.0}] * len(commands),
+        "seconds": 2.0,
+        "megabytes": 100.0,
+    }
 
 
-class OneProcess:
-    """Stands in for `multiprocessing.get_context(...)`: its pool works in this process."""
-
-    @contextlib.contextmanager
-    def Pool(self, *_, **__):
-        yield SimpleNamespace(imap_unordered=map)
-
-
-IN_ONE_PROCESS = SimpleNamespace(get_context=lambda _: OneProcess())
+# Stands in for `multiprocessing`: a pool works in this process
+POOL = contextlib.nullcontext(SimpleNamespace(imap_unordered=map))
+IN_ONE_PROCESS = SimpleNamespace(get_context=lambda _: SimpleNamespace(Pool=lambda *_, **__: POOL))
 
 
 def other_library(algorithm: str, config: Config) -> History:
@@ -122,6 +120,7 @@ def short_tasks(module, monkeypatch) -> None:
 def touch(figure: Figure, file, **_) -> None:
     """Makes a figure's file, which is empty: drawing takes long."""
     Path(file).touch()
+    plt.close(figure)
 
 
 def fields(patch: pytest.MonkeyPatch, module, **values) -> None:
@@ -133,8 +132,7 @@ def fields(patch: pytest.MonkeyPatch, module, **values) -> None:
 def tiny_laboratory(module, patch) -> None:
     """Two arms of each study, and no training that ends without any success, of which there would
     be no shares."""
-    small_setting = {"updates": 20, "batch": 8, "units": 8, "length": 4, "start": 0.01}
-    setting = module.TWO_LAYERS._replace(**small_setting)
+    setting = module.TWO_LAYERS._replace(updates=20, batch=8, units=8, length=4, start=0.01)
     few_bits = lambda form: {4: module.arms_of({form: module.ENDS})}  # noqa: E731
     rules = [*module.EVERY_RULE[:8], *module.EVERY_RULE[-3:]]
     in_two = setting._replace(minibatches=2)
@@ -228,9 +226,10 @@ def three_dumps(module, patch) -> None:
 
 def one_line(module, patch) -> None:
     """One line of torch alone: the others compile for minutes."""
-    training = module.Training(steps=64)
     make = module.adam(lr=3e-3)
-    line = module.Line("torch", "Adam, bf16", "weight", training, make, entry="model=bf16:loop")
+    line = module.Line(
+        "torch", "Adam, bf16", "weight", module.Training(steps=64), make, entry="model=bf16:loop"
+    )
     patch.setattr(module, "SECTIONS", {"torch": lambda: [line]})
 
 
@@ -240,12 +239,6 @@ RUNGS = {
 }
 LANDER = "MountainCar-v0"  # LunarLander needs Box2D
 EVERYTHING = functools.reduce(dict.__or__, replay_lesson.STEPWISE.values())
-
-
-def table_of_rates() -> None:
-    """Predicts, measures and writes the table of rates."""
-    for step in ("predict rates_predicted.csv", "measure rates_measured.csv", "table rates.md"):
-        law.main(step.split())
 
 
 class Smoke(NamedTuple):
@@ -341,7 +334,7 @@ SMOKE = {
     "rates": Smoke(
         law,
         {"rates.md": ["error of the twin", "of the lookup"]},
-        [table_of_rates],
+        steps("predict rates_predicted.csv", "measure rates_measured.csv", "table rates.md"),
         {
             "Config": config_class(num_envs=4, rollout_length=16, slice_length=16, eval_episodes=2),
             "dataclasses": replacing(64),

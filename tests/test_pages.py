@@ -6,6 +6,7 @@ import re
 import acting
 import breakage_map
 import law
+import matplotlib.pyplot as plt
 import pytest
 import results
 from matplotlib.figure import Figure
@@ -44,7 +45,7 @@ def test_the_pages_have_a_section_for_every_table():
 def test_the_committed_tables_follow_from_the_committed_measurements(
     module, name, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: plt.close(figure))
     module.main(["table", str(tmp_path / f"{name}.md")])
     for path in tmp_path.iterdir():
         *committed, _ = (results.RESULTS / path.name).read_text().splitlines()
