@@ -184,8 +184,14 @@ def draw(out: Path, rows: list[dict]) -> None:
             ("e4m3", "a scale for each tensor"),
             ("e4m3:unscaled", "no scale"),
         ):
-            at = columns[form] + 0.5, len(places) + 1.4
-            ax.text(*at, group, ha="center", va="center", fontsize=8)
+            ax.text(
+                columns[form] + 0.5,
+                len(places) + 1.4,
+                group,
+                ha="center",
+                va="center",
+                fontsize=8,
+            )
     handles = [
         Rectangle((0, 0), 1, 1, facecolor=color, label=VERDICTS[name])
         for name, color in shade.items()

@@ -157,13 +157,14 @@ def table_of(columns: Iterable[str], rows: Iterable[Iterable]) -> str:
 
 def write_tables(path: Path, *parts: str, more: str = "", **beside: str) -> None:
     """Writes tables and what is said of them, with a line that names this command, the machine and
-    the versions.
+    the versions. Paths from this machine's root are DIR in the command.
 
     Args:
         more: further versions.
         beside: smaller tables, which get the same last line, by the end of their names.
     """
-    made = f"`{shlex.join(['python', *sys.argv])}` on {origin()}{more}.\n"
+    words = ["DIR" if Path(word).is_absolute() else word for word in sys.argv]
+    made = f"`{shlex.join(['python', *words])}` on {origin()}{more}.\n"
     path.write_text("\n\n".join([*parts, made]))
     for end, table in beside.items():
         path.with_stem(f"{path.stem}_{end}").write_text(f"{table}\n\n{made}")

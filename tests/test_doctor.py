@@ -293,9 +293,12 @@ def training(watch):
                 for mean, p in zip(target.parameters(), model.parameters(), strict=True):
                     mean.lerp_(p, 0.01)
     everything = [*model.parameters(), *target.parameters()]
-    numbers = [torch.rand(1), torch.tensor([random.random(), np.random.rand()])]
-    numbers += [p.detach().clone() for p in everything]
-    numbers += [p.grad for p in model.parameters()]
+    numbers = [
+        torch.rand(1),
+        torch.tensor([random.random(), np.random.rand()]),
+        *(p.detach().clone() for p in everything),
+        *(p.grad for p in model.parameters()),
+    ]
     return doctor, numbers, [weakref.ref(x) for x in (model, optimizer, target, *everything)]
 
 
@@ -592,9 +595,9 @@ WORDS = {  # what is trained, with expected words and phrases
 def test_each_word_has_its_case(train, expected):
     findings = train([*expected])
     for text, (word, phrase) in expected.items():
-        assert findings[text].verdict == word and phrase in str(findings[text]), findings[text]
-        rate = findings[text].rate
-        assert rate > 4 if word == "faster" else not rate > 1.5
+        finding = findings[text]
+        assert finding.verdict == word and phrase in str(finding), finding
+        assert finding.rate > 4 if word == "faster" else not finding.rate > 1.5
 
 
 # Averages
