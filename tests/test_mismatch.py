@@ -195,6 +195,15 @@ def in_columns(times: float) -> tuple:
     return logp + 0.01 * draw.normal(size=logp.shape) * factor, logp, mask
 
 
+def after_prompts(learner: np.ndarray, logp: np.ndarray) -> tuple:
+    """128 answers of 100 tokens after prompts of different lengths; five of them do not count."""
+    place = np.arange(160) - np.random.default_rng(2).integers(0, 50, (128, 1))
+    mask = (place >= 0) & (place < 100)
+    wide = [np.take_along_axis(x, place.clip(0, 99), 1) for x in (learner, logp)]
+    mask[:5] = False
+    return *(np.where(mask, x, np.nan) for x in wide), mask
+
+
 def weak_line(is_swapped: bool) -> tuple:
     """Another temperature and top-p in noise, so that log ratios hardly lie on a line."""
     draw = np.random.default_rng(1)
@@ -223,6 +232,11 @@ VERDICTS = {
     "a third": (lambda: where(ROWS % 3 == 0), ["padding"], "are those of sequences"),
     "from 30 on": (lambda: where(PLACE >= 30), ["template"], "from token 30 on"),
     "the first 10": (lambda: where(PLACE < 10), ["beginning"], "at the first tokens"),
+    "the first 10 after prompts": (
+        lambda: after_prompts(*where(PLACE < 10)),
+        ["beginning"],
+        "at the first tokens",
+    ),
     "another policy": (
         lambda: (policy_logp(128, seed=5), policy_logp(128)),
         ["other"],
@@ -296,26 +310,6 @@ def test_noise_of_any_distribution_is_rounding_in_dumps_of_any_shape(shape):
     for dump in noise_dumps.sound_dumps(20_000, shape, 0.02):
         report = mismatch(dump.learner_logp, dump.actor_logp, dump.mask, **dump.options)
         assert report.verdict == "rounding", (dump.variant, report.causes)
-
-
-def test_a_verdict_is_of_the_tokens_that_count_wherever_they_are():
-    """Answers after prompts of different lengths, and some sequences that do not count."""
-    learner, logp = where(PLACE < 10)
-    place = np.random.default_rng(2).integers(0, 50, (128, 1)) + np.arange(100)
-    mask = np.zeros((128, 160), bool)
-    np.put_along_axis(mask, place, True, 1)
-    mask[:5] = False
-    wide = [np.full(mask.shape, np.nan) for _ in range(2)]
-    for x, narrow in zip(wide, (learner, logp), strict=True):
-        np.put_along_axis(x, place, narrow, 1)
-    report = mismatch(*wide, mask)
-    expected = mismatch(learner[5:], logp[5:])
-    assert report.kind == expected.kind == "beginning"
-    # Columns are compared, too, because sequences begin in different ones.
-    symptoms = {symptom.name: symptom.value for symptom in report.symptoms}
-    assert symptoms == pytest.approx(
-        {x.name: x.value for x in expected.symptoms} | {"a column": symptoms["a column"]}
-    )
 
 
 FILLED = {  # where fillers are, the tokens that count, and words
