@@ -26,7 +26,6 @@ from .bits.places import Places
 from .config import Config
 from .disk.mapped_ring import MappedRing
 from .disk.restore import restore
-from .env import Cart
 from .evaluate import Evaluator
 from .losses import LossCoefficients, no_all_reduce
 from .machine import processes
@@ -43,9 +42,8 @@ from .precision import Precision
 from .replay.ring import ReplayBuffer
 from .returns import RewardScale
 from .rollout import Collector
-from .tasks.by_id import task_of
-from .tasks.environments import env_maker, environment_of
-from .train import Learner, Parts, Run
+from .tasks.environments import env_maker, tensor_task
+from .train import Learner, Run
 
 # First seed of Gymnasium's environments in evaluations, so that their starts differ from those of
 # training.
@@ -67,9 +65,9 @@ def build(
         machine = dataclasses.replace(machine, graph=False)
     rank, size = processes.rank_and_size()
     plan = plan_run(config, machine, size)
-    learning = Precision(config.precision, plan.learn_device)
-    acting = Precision(plan.acting_precision, plan.collect_device, "collect_precision")
-    evaluating = Precision(config.precision, plan.evaluate_device)
+    learning = Precision(config.precision, machine.on("learn"))
+    acting = Precision(config.acting_precision, machine.on("collect"), "collect_precision")
+    evaluating = Precision(config.precision, machine.on("evaluate"))
     all_reduce = processes.all_reduce if size > 1 else no_all_reduce
     seed = rng.seed_of(config.seed, "weights", rank) if rank else config.seed
 
@@ -77,9 +75,9 @@ def build(
     # A resumed run starts other episodes of Gymnasium.
     iterations = len(state["history"].get("iteration", ())) if state else 0
     first_seed = rng.seed_of(rng.seed_of(config.seed, "starts", iterations), "starts", rank)
-    make_env = env_maker(config, plan.environment, first_seed, plan.vectorization)
+    make_env = env_maker(config, plan.task, first_seed, machine.vectorization)
     # Never "async", which would start a process for each episode.
-    make_evaluation_env = env_maker(config, plan.environment, FIRST_EVALUATION_SEED)
+    make_evaluation_env = env_maker(config, plan.task, FIRST_EVALUATION_SEED)
     env = make_env(plan.num_envs, config.start_noise, acting.device, seed)
     settled = config.settled(env)
     model = make_network(config, env, plan.network)
@@ -98,14 +96,12 @@ def build(
         optimizer = adam(model, settled.learning_rate, capturable=plan.uses_graph)
 
     # The parts of the run.
-    reward_scale = RewardScale(env.num_envs, env.device)
-    coefficients = LossCoefficients.of(settled)
     learner = Learner(
-        coefficients,
+        LossCoefficients.of(settled),
         model,
         learning,
         optimizer,
-        reward_scale,
+        RewardScale(env.num_envs, env.device),
         all_reduce,
         gradients=gradients_on(learning.device),
     )
@@ -115,25 +111,26 @@ def build(
     if rank == 0:
         evaluated = None
         if plan.evaluated_is_copy:
-            evaluated = copy.deepcopy(model).to(plan.evaluate_device)
-        episodes = config.eval_episodes
-        evaluator = Evaluator(episodes, evaluating, make_evaluation_env, evaluated, in_use)
+            evaluated = copy.deepcopy(model).to(evaluating.device)
+        evaluator = Evaluator(
+            config.eval_episodes, evaluating, make_evaluation_env, evaluated, in_use
+        )
     else:
         evaluator = processes.NoEvaluator()
     ring_settings = (plan.ring_rows, plan.num_envs, env.bounds, plan.codec)
     ring_options = (plan.action_size, plan.clips_by_learner)
-    if plan.ring_folder is None:
-        ring = ReplayBuffer(*ring_settings, plan.store_device, *ring_options)
+    if machine.memmap is None:
+        ring = ReplayBuffer(*ring_settings, machine.on("store"), *ring_options)
     else:
-        ring = MappedRing(plan.ring_folder, *ring_settings, *ring_options)
+        ring = MappedRing(machine.memmap, *ring_settings, *ring_options)
 
-    run = kind(config, Parts(collector, learner, evaluator, ring), plan.slices)
+    run = kind(config, collector, learner, evaluator, ring, plan.slices)
     one_kernel = functools.partial(as_population, precision=acting.name)
     put_kernels_into(run, one_kernel if plan.acts_by_kernel else None)
     if state:
-        restore(run, processes.part_of(state), new_episodes=plan.environment == "gymnasium")
+        restore(run, processes.part_of(state), new_episodes=plan.task is None)
     if plan.uses_graph:
-        run.launch = GraphQueue(plan.learn_device)
+        run.launch = GraphQueue(learning.device)
     return run
 
 
@@ -151,23 +148,29 @@ def low_bit_optimizer(
     return optimizer
 
 
-def build_population(configs: list[Config], device="cpu", graph: bool = True) -> Population:
-    """Builds agents that are trained as one batch on a device.
+def build_population(
+    configs: list[Config], device="cpu", graph: bool = True, state: dict | None = None
+) -> Population:
+    """Builds agents that are trained as one batch on a device: new ones or, with a `state` from
+    `checkpoint.resume`, those of a population that was stopped.
 
     The configs of the agents may differ in the fields of `batches.FREE`. The agents are in the
     order of `configs`, in histories and networks too. Agents that follow each other and have the
     same precision and formats are computed together, which is faster. With `graph`, each iteration
     is launched as one CUDA graph, on CUDA.
 
-    Raises ValueError for a config that cannot be in a population, or for two that cannot be in the
-    same one, and MemoryError if the agents do not fit into memory.
+    Raises ValueError for a config that cannot be in a population, for two that cannot be in the
+    same one, and for a state that does not fit; and MemoryError if the agents do not fit into
+    memory.
     """
     require_one_population(configs, device)
-    task = task_of(configs[0].env_id) or Cart
-    make_env = env_maker(configs[0], environment_of(configs[0]))
+    task = tensor_task(configs[0])
+    make_env = env_maker(configs[0], task)
     population = Population(configs, [config.settled(task) for config in configs], make_env, device)
     population.learner.gradients = gradients_on(torch.device(device))
     put_kernels_into(population, Agents.acting)
+    if state:
+        restore(population, state)
     if graph and has_graphs(torch.device(device)):
         population.launch = GraphQueue(population.learner.device)
     return population

@@ -165,15 +165,25 @@ class Config:
         self._require("batch_size", divides, f"use a multiple of slice_length, {self.slice_length}")
         # The first updates have only one rollout to replay.
         short_enough = self.slice_length <= self.rollout_length or self.replay_updates == 0
-        remedy = f"use at most rollout_length, {self.rollout_length}"
-        self._require("slice_length", short_enough, remedy)
+        self._require(
+            "slice_length", short_enough, f"use at most rollout_length, {self.rollout_length}"
+        )
         rows = self.rollout_length + 1  # one more for the ring's open row (replay/ring.py)
-        remedy = f"use at least {rows * self.num_envs}, {rows} rows of {self.num_envs} environments"
-        self._require("capacity", self.capacity // self.num_envs >= rows, remedy)
-        remedy = f"use at least one iteration, {self.steps_per_iteration} steps"
-        self._require("steps", self.iterations >= 1, remedy)
-        remedy = "use at least 2 with encoder gru, the last one is the GRU"
-        self._require("layers", self.encoder != "gru" or self.layers > 1, remedy)
+        self._require(
+            "capacity",
+            self.capacity // self.num_envs >= rows,
+            f"use at least {rows * self.num_envs}, {rows} rows of {self.num_envs} environments",
+        )
+        self._require(
+            "steps",
+            self.iterations >= 1,
+            f"use at least one iteration, {self.steps_per_iteration} steps",
+        )
+        self._require(
+            "layers",
+            self.encoder != "gru" or self.layers > 1,
+            "use at least 2 with encoder gru, the last one is the GRU",
+        )
         if self.env_id is not None:
             for name in ("extra_features", "hide_velocity", "start_noise"):
                 is_default = getattr(self, name) == getattr(Config, name)
@@ -258,11 +268,6 @@ class Config:
         if these are fewer."""
         return min(self.capacity // self.num_envs, self.iterations * self.rollout_length + 1)
 
-    @property
-    def learning_rate_of_width(self) -> float:
-        """Adam's initial learning rate where `learning_rate` is None."""
-        return 1e-3 * math.sqrt(64 / self.hidden_size)
-
     def settled(self, env) -> "Config":
         """The config with numbers in place of None, where the width or the task decides them.
 
@@ -271,7 +276,7 @@ class Config:
         itself keeps None, so that a copy of it with another width or task gets other numbers.
         """
         derived = {
-            "learning_rate": self.learning_rate_of_width,
+            "learning_rate": 1e-3 * math.sqrt(64 / self.hidden_size),
             "gamma": min(max(1 - 4 / env.max_steps, 0.98), 0.995),
             "entropy_coef": env.distribution.ENTROPY_COEF,
         }

@@ -124,18 +124,14 @@ class Evaluator:
         with self.in_use():
             if self.model is not None:
                 self.model.load_state_dict(learned.state_dict())
-            mean_return = float(self.returns(self.model or learned).mean())
+            env = self.make_env(
+                self.episodes, START_NOISE, self.precision.device, 0, "evaluation starts"
+            )
+            with contextlib.closing(env):
+                returns = evaluate(self.model or learned, env, self.precision)
+        mean_return = float(returns.mean())
         if not math.isfinite(mean_return):
-            where = f"in {self.precision.name}"
-            raise ValueError(f"evaluation is not finite {where}: fix the environment's rewards")
+            raise ValueError(
+                f"evaluation is not finite in {self.precision.name}: fix the environment's rewards"
+            )
         return mean_return
-
-    def returns(self, model: nn.Module) -> np.ndarray:
-        """The returns of the episodes that a network plays, float32 [episodes].
-
-        The network is on the precision's device.
-        """
-        starts = (START_NOISE, self.precision.device, 0, "evaluation starts")
-        env = self.make_env(self.episodes, *starts)
-        with contextlib.closing(env):
-            return evaluate(model, env, self.precision)

@@ -203,13 +203,8 @@ def has_kernel(device: torch.device | str) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-NO_SECOND_DERIVATIVE = (
-    "Float8Linear has no second derivative: leave layers that need one in float32"
-)
-
-
 class _Float8Matmuls(torch.autograd.Function):
-    """The three matmuls in the module's docstring.
+    """The three matmuls in the module's docstring. They have no second derivative.
 
     `x` and `weight` are arguments only so that they get gradients. The forward pass multiplies the
     quantized matrices x8 and w8, the backward pass multiplies x8_columns and w8_columns. Each of
@@ -218,56 +213,30 @@ class _Float8Matmuls(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x, weight, layer, x_data, x_scale, w_data, w_scale, *for_backward):
+    def forward(ctx, x, weight, layer, x_data, x_scale, w_data, w_scale, *for_backward):
+        ctx.layer = layer
+        ctx.input_dtype = x.dtype
+        ctx.save_for_backward(*for_backward)
         x8, w8 = Quantized(x_data, x_scale), Quantized(w_data, w_scale)
         return scaled_matmul(x8, w8.t(), layer.emulate)  # [B, I] @ [I, O]
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, weight, ctx.layer, _, _, _, _, *for_backward = inputs
-        ctx.save_for_backward(weight, *for_backward)
-        ctx.input_dtype = x.dtype
-
-    @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        weight, *columns = ctx.saved_tensors
-        arguments = grad, weight, ctx.layer, ctx.input_dtype, *ctx.needs_input_grad[:2], *columns
-        # With create_graph, as in torch.func.grad, autograd must record this pass, so that a second
-        # derivative raises instead of being wrong.
-        gradients = _Float8Gradients.apply if torch.is_grad_enabled() else _Float8Gradients.forward
-        grad_x, grad_w = gradients(*arguments)
-        return grad_x, grad_w, *[None] * 9
-
-
-class _Float8Gradients(torch.autograd.Function):
-    """The backward pass of _Float8Matmuls. It has no derivative of its own.
-
-    `weight` is an argument only so that a second derivative reaches this function, which raises.
-    """
-
-    @staticmethod
-    def forward(
-        grad, weight, layer, input_dtype, needs_x, needs_weight, x_data, x_scale, w_data, w_scale
-    ):
+        layer = ctx.layer
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        x_data, x_scale, w_data, w_scale = ctx.saved_tensors
         g8, g8_columns = layer.in_layouts(grad, layer.backward_type, needs_x, needs_weight)
         grad_x = grad_w = None
         if needs_x:
             w8_columns = Quantized(w_data, w_scale).column_major()
             grad_x = scaled_matmul(g8, w8_columns, layer.emulate)  # [B, O] @ [O, I]
-            grad_x = grad_x.to(input_dtype)
+            grad_x = grad_x.to(ctx.input_dtype)
         if needs_weight:
             x8_columns = Quantized(x_data, x_scale).column_major()
             g8_transposed = g8_columns.column_major().t()
             grad_w = scaled_matmul(g8_transposed, x8_columns, layer.emulate)  # [O, B] @ [B, I]
-        return grad_x, grad_w
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError(NO_SECOND_DERIVATIVE)
+        return grad_x, grad_w, *[None] * 9
 
 
 class Float8Linear(nn.Linear):

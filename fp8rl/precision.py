@@ -198,8 +198,9 @@ class Precision:
         reasons = fp8.convert_linears(model, self.rules.forward, self.rules.backward)
         if all(reasons.values()):
             details = "; ".join(f"{name or 'the model'}: {why}" for name, why in reasons.items())
-            no_layer = f"no layer can run in FP8 ({details})"
-            raise ValueError(f"{self.field} is {self.name!r} and {no_layer}: {REMEDY}")
+            raise ValueError(
+                f"{self.field} is {self.name!r} and no layer can run in FP8 ({details}): {REMEDY}"
+            )
         return model
 
     @contextlib.contextmanager

@@ -97,11 +97,9 @@ def recurrence_fast(
     reverse: bool = False,
 ) -> torch.Tensor:
     """Like `recurrence`, in the form that is fastest here."""
-    begun_has_gradient = begun is not None and begun.requires_grad
-    if added.requires_grad or kept.requires_grad or begun_has_gradient:
-        # The scan has no gradient.
-        return recurrence(added, kept, begun, reverse)
+    # The scan has no gradient.
+    needs_gradient = any(x is not None and x.requires_grad for x in (added, kept, begun))
     many_on_cpu = added.device.type == "cpu" and added.numel() > MANY
-    if len(added) <= FEW_ROWS or many_on_cpu:
+    if needs_gradient or many_on_cpu or len(added) <= FEW_ROWS:
         return recurrence(added, kept, begun, reverse)
     return recurrence_scan(added, kept, begun, reverse)

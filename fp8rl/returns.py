@@ -52,11 +52,10 @@ class RewardScale(TensorState):
         number of environments.
         """
         if rollout.reward.shape[1:] != self.open.shape:
-            environments = rollout.reward[0].numel()
-            counts = (
-                f"{environments} in the rollout and {self.open.numel()} in the scale of rewards"
+            raise ValueError(
+                f"num_envs is {rollout.reward[0].numel()} in the rollout and {self.open.numel()} "
+                "in the scale of rewards: use one number"
             )
-            raise ValueError(f"num_envs is {counts}: use one number")
         rewards = torch.where(rollout.valid, rollout.reward, 0)
         # The decay is 0 in the dummy row before a new episode. After an infinite reward, at which
         # training stops, G stays NaN.

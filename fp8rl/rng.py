@@ -12,9 +12,9 @@ under a key of two words. Here
     counter = (index // 2, iteration)
 
 and the parity of the index chooses one of the two resulting words. The cipher needs only sums,
-rotations and exclusive ors of 32-bit words, all modulo 2^32. On a CPU, NumPy computes them. On
-other devices the same lines run on int32 tensors, which torch adds with the same wrap-around. A
-function that draws takes another form of `words`, such as a kernel for a GPU.
+rotations and exclusive ors of 32-bit words, all modulo 2^32. On a CPU, NumPy computes them, on
+unsigned words. On other devices the same lines run on int32 tensors, which torch adds with the same
+wrap-around. A function that draws takes another form of `words`, such as a kernel for a GPU.
 
     >>> from fp8rl.rng import uniform
     >>> uniform(seed=0, purpose="actions", iteration=3, shape=(2, 4)).shape
@@ -74,10 +74,8 @@ def threefry(x0, x1, key0, key1):
     return x0, x1
 
 
-def words(seed, purpose: str, iteration, count: int, device="cpu"):
-    """Random 32-bit words of index 0 to `count` - 1, as an array [count].
-
-    The array is NumPy uint32 on a CPU, and elsewhere a torch int32 tensor with the same bits.
+def words(seed, purpose: str, iteration, count: int, device="cpu") -> torch.Tensor:
+    """Random 32-bit words of index 0 to `count` - 1, as the bits of int32 numbers [count].
 
     `seed`       a number below 2^32; or an integer tensor [S], which gives words [S, count]
     `iteration`  a number, or an integer tensor of one or of S numbers
@@ -104,10 +102,10 @@ def _words_of_8_iterations(seed, purpose: str, block: int, count: int, device: t
     # The words of one seed are computed on the CPU, for any device.
     iterations = 8 * block + np.arange(8)
     result = _words(np.full(8, seed), purpose, iterations, count, HOST).reshape(8, 1, count)
-    return result if device.type == HOST else torch.tensor(result.view(np.int32), device=device)
+    return result.to(device)
 
 
-def _words(seed, purpose: str, iteration, count: int, device):
+def _words(seed, purpose: str, iteration, count: int, device) -> torch.Tensor:
     """`words` without a cache, [S or 1, count]."""
     pairs = (count + 1) // 2
     if torch.device(device).type == HOST:
@@ -117,7 +115,7 @@ def _words(seed, purpose: str, iteration, count: int, device):
         index, iteration = np.broadcast_arrays(np.arange(pairs, dtype=np.uint32), iteration)
         purpose_number = np.full((1, 1), PURPOSES.index(purpose), np.uint32)
         pairs_of_words = np.stack(threefry(index, iteration, seed, purpose_number), axis=-1)
-        return pairs_of_words.reshape(len(seed), -1)[:, :count]
+        return torch.from_numpy(pairs_of_words.reshape(len(seed), -1).view(np.int32))[:, :count]
     seed = _int32_column(seed, device)
     iteration = _int32_column(iteration, device)
     index = torch.arange(pairs, dtype=torch.int32, device=device)
@@ -157,10 +155,7 @@ def uniform(
     size = math.prod(shape)
     bits = 16 if halves else 23
     numbers = words(seed, purpose, iteration, (size + 1) // 2 if halves else size, device)
-    if isinstance(numbers, np.ndarray):
-        numbers = np.ascontiguousarray(numbers).view(np.uint16) if halves else numbers >> 9
-        numbers = torch.from_numpy(numbers.astype(np.float32))
-    elif halves:
+    if halves:
         numbers = (numbers.contiguous().view(torch.int16).int() & 0xFFFF).float()
     else:
         numbers = (numbers >> 9 & 0x7FFFFF).float()
@@ -191,14 +186,11 @@ def rows(
     return numbers.mT
 
 
-def below(limit: int, numbers) -> torch.Tensor:
+def below(limit: int, numbers: torch.Tensor) -> torch.Tensor:
     """Whole numbers from 0 to `limit` - 1, int64, computed from random `words`.
 
     With a limit far below 2^32, the bias is too small to be seen.
     """
-    if isinstance(numbers, np.ndarray):
-        scaled = numbers.astype(np.uint64) * np.uint64(limit) >> np.uint64(32)
-        return torch.from_numpy(scaled).view(torch.int64)
     return (numbers.long() & 0xFFFFFFFF) * limit >> 32
 
 
@@ -208,8 +200,5 @@ def seed_of(seed, purpose: str, iteration: int = 0):
     If `seed` is an integer tensor [S], the result is int64 [S] on the same device.
     """
     if not isinstance(seed, torch.Tensor):
-        return int(words(seed, purpose, iteration, 1)[0])
-    numbers = words(seed, purpose, iteration, 1, seed.device)[:, 0]
-    if isinstance(numbers, np.ndarray):
-        return torch.from_numpy(numbers.astype(np.int64))
-    return numbers.long() & 0xFFFFFFFF
+        return int(words(seed, purpose, iteration, 1)[0]) & 0xFFFFFFFF
+    return words(seed, purpose, iteration, 1, seed.device)[:, 0].long() & 0xFFFFFFFF

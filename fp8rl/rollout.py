@@ -122,17 +122,21 @@ def check_extremes(numbers: list[float]) -> None:
     ranges = {"obs": (lowest_obs, highest_obs), "reward": (lowest_reward, highest_reward)}
     for name, (low, high) in ranges.items():
         if not (math.isfinite(low) and math.isfinite(high)):
-            remedy = "fix the environment, nothing can be learned from it"
-            raise ValueError(f"{name} from the environment is not finite: {remedy}")
+            raise ValueError(
+                f"{name} from the environment is not finite: "
+                "fix the environment, nothing can be learned from it"
+            )
         bound, wrapper = LARGEST_ALLOWED[name]
         largest = max(-low, high)
         if largest > bound:
-            remedy = f"register it wrapped in gymnasium.wrappers.{wrapper}"
-            too_large = f"{largest:.0e}, over {bound:.0e}, too large to compute with"
-            raise ValueError(f"{name} from the environment reaches {too_large}: {remedy}")
+            raise ValueError(
+                f"{name} from the environment reaches {largest:.0e}, over {bound:.0e}, too large "
+                f"to compute with: register it wrapped in gymnasium.wrappers.{wrapper}"
+            )
     if nan_action:
-        why = "because the policy's weights are not: lower learning_rate"
-        raise ValueError(f"action is not a number, {why}")
+        raise ValueError(
+            "action is not a number, because the policy's weights are not: lower learning_rate"
+        )
 
 
 def action_noise(
@@ -202,8 +206,13 @@ def unroll(model, env, noise, starts, state):
     resets = torch.cat((resets_first.unsqueeze(0), flags[:-1] != 0))
     flags += DUMMY * resets.byte()
     actions = env.distribution.actions(torch.stack(actions))
-    results = (torch.stack(obs), actions, torch.stack(rewards), flags)
-    return (*results, torch.stack(outputs)), state
+    return (
+        torch.stack(obs),
+        actions,
+        torch.stack(rewards),
+        flags,
+        torch.stack(outputs),
+    ), state
 
 
 class Collector:

@@ -84,10 +84,9 @@ def gradients_by_autograd(learner: "Learner", batch: Rollout) -> Measured:
 class Learner:
     """Trains a network: computes the loss of a batch, and takes gradient steps.
 
-    `coefficients`     settings of the loss: LossCoefficients, or a Config that is settled
+    `coefficients`     settings of the loss
     `precision`        the Precision of the matmuls and of the gradient step
-    `reward_scale`     the scale of rewards; with None, the learner makes one at the first rollout
-                       that it watches, for as many environments as this rollout has
+    `reward_scale`     the scale of rewards of the environments whose rollouts it watches
     `all_reduce`       sums tensors over the processes that train together
     `compute_targets`  `losses.vtrace`, or a function with the same arguments
     `gradients`        `gradients_by_autograd`, or a faster form of it
@@ -99,13 +98,11 @@ class Learner:
         model: nn.Module,
         precision: Precision,
         optimizer: torch.optim.Optimizer,
-        reward_scale: RewardScale | None = None,
+        reward_scale: RewardScale,
         all_reduce: Callable = no_all_reduce,
         compute_targets: Callable = vtrace,
         gradients: Callable = gradients_by_autograd,
     ):
-        if isinstance(coefficients, Config):
-            coefficients = LossCoefficients.of(coefficients)
         self.coefficients = coefficients
         self.model = model
         self.precision = precision
@@ -124,8 +121,9 @@ class Learner:
         learning = {id(p) for p in self.model.parameters() if p.requires_grad}
         optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         if learning - optimized:
-            problem = "optimizer does not have all of the model's parameters"
-            raise ValueError(f"{problem}: build the run again")
+            raise ValueError(
+                "optimizer does not have all of the model's parameters: build the run again"
+            )
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Sets the optimizer's learning rate, in all groups of parameters."""
@@ -143,9 +141,6 @@ class Learner:
         """
         require_dummy_rows(rollout.flags)
         if self.coefficients.scale_rewards:
-            if self.reward_scale is None:
-                num_envs = rollout.reward.shape[1]
-                self.reward_scale = RewardScale(num_envs, rollout.reward.device)
             self.reward_scale.add(rollout, self.coefficients.gamma, self.all_reduce)
         self.model.add_observations(rollout.obs[:-1], self.all_reduce)
 
@@ -155,8 +150,9 @@ class Learner:
         Returns what it has measured, for `statistics_of_updates`.
         """
         measured = self.gradients(self, batch)
-        max_grad_norm = self.coefficients.max_grad_norm
-        report = self.precision.apply_gradients(self.optimizer, max_grad_norm, self.all_reduce)
+        report = self.precision.apply_gradients(
+            self.optimizer, self.coefficients.max_grad_norm, self.all_reduce
+        )
         return Updated(measured, report)
 
     def loss(self, batch: Rollout) -> tuple[torch.Tensor, Measured]:
@@ -171,8 +167,6 @@ class Learner:
     def prepared(self, batch: Rollout) -> Rollout:
         """A batch on the learner's device, with scaled rewards."""
         batch = batch.to(self.device)
-        if self.reward_scale is None:
-            return batch
         scale = self.reward_scale.scale.to(self.device)
         return batch._replace(reward=batch.reward * scale)
 
@@ -192,32 +186,18 @@ class Learner:
         model = self.model.state_dict()
         if self.optimizer_has_weights:
             model = dict(self.model.named_buffers())
-        state = {
+        return {
             "model": model,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
+            "rewards": self.reward_scale.state_dict(),
         }
-        if self.reward_scale is not None:
-            state["rewards"] = self.reward_scale.state_dict()
-        return state
 
     def load_state_dict(self, state: dict) -> None:
         self.model.load_state_dict(state["model"], strict=not self.optimizer_has_weights)
         load_optimizer(self.optimizer, state["optimizer"])
         self.precision.scaler.load_state_dict(state["scaler"])
-        if self.reward_scale is None and "rewards" in state:
-            self.reward_scale = RewardScale(len(state["rewards"]["open"]), self.device)
-        if self.reward_scale is not None:
-            self.reward_scale.load_state_dict(state["rewards"])
-
-
-class Parts(NamedTuple):
-    """The parts that a Run is made of."""
-
-    collector: Collector
-    learner: Learner
-    evaluator: Evaluator
-    ring: ReplayBuffer
+        self.reward_scale.load_state_dict(state["rewards"])
 
 
 class Measurements(NamedTuple):
@@ -268,7 +248,7 @@ class Immediate:
 
 
 class Run:
-    """A training run: a config, and the Parts that carry it out. `build.build` makes it.
+    """A training run: a config, and the parts that carry it out. `build.build` makes it.
 
     `history`         the history, with a row for each iteration; to read it waits for a GPU
     `recorded`        the history, with the rows that were read so far; to read it does not wait
@@ -279,16 +259,26 @@ class Run:
                       GPU
     `slices`          slices in this process's part of a replayed batch
     `agents`          number of agents that are trained: 1, or more in a population
+    `precisions`      the learner's precision of each agent
     """
 
     agents = 1
 
-    def __init__(self, config: Config, parts: Parts, slices: int | None = None):
+    def __init__(
+        self,
+        config: Config,
+        collector: Collector,
+        learner: Learner,
+        evaluator: Evaluator,
+        ring: ReplayBuffer,
+        slices: int | None = None,
+    ):
         self.config = config
-        self.collector = parts.collector
-        self.learner = parts.learner
-        self.evaluator = parts.evaluator
-        self.ring = parts.ring
+        self.precisions = [config.precision]
+        self.collector = collector
+        self.learner = learner
+        self.evaluator = evaluator
+        self.ring = ring
         self.settled = config.settled(self.env)
         self.slices = slices or config.slices_per_batch
         self.launch = Immediate()
@@ -349,8 +339,16 @@ class Run:
         return rollout
 
     def check_rollout(self, rollout_extremes: np.ndarray) -> None:
-        """Raises ValueError for a rollout that nothing can be learned from."""
-        check_extremes(rollout_extremes[0].tolist())
+        """Stops at a rollout that nothing can be learned from. The extremes are [agents, 5]."""
+        for agent, of_agent in enumerate(rollout_extremes.tolist()):
+            try:
+                check_extremes(of_agent)
+            except ValueError as error:
+                self.stop(agent, error)
+
+    def stop(self, agent: int, error: Exception) -> None:
+        """Stops an agent that can no longer learn. A run of one agent raises the error."""
+        raise error
 
     def improve(self, rollout: Rollout) -> list[Updated]:
         """Learns from a new rollout and from slices of the ring. Returns what each update measured.
@@ -448,26 +446,24 @@ class Run:
         return row | summary | dict(zip(added, means, strict=True))
 
     def check_learning(self, iteration: int, updates: int) -> None:
-        """Raises FloatingPointError if the gradients up to an iteration show that nothing is
-        learned any more.
+        """Stops if the gradients up to an iteration show that nothing is learned any more, with a
+        FloatingPointError.
 
-        Without a loss scaler, it raises at the first gradient that is not finite. With one, it
-        raises after PATIENCE consecutive iterations without a finite gradient. `updates` is the
-        number of updates in an iteration.
+        Without a loss scaler, it stops at the first gradient that is not finite. With one, it stops
+        after PATIENCE consecutive iterations without a finite gradient. `updates` is the number of
+        updates in an iteration.
         """
         nonfinite = self.recorded.columns["nonfinite"][: iteration + 1]
-        if not nonfinite[-1]:
+        if not np.any(nonfinite[-1]):
             return
-        if PRECISIONS[self.config.precision].loss_scale is not None:
-            last = nonfinite[-PATIENCE:]
-            if len(last) < PATIENCE or min(last) < updates:
-                return
-        raise FloatingPointError(self.not_finite(iteration, self.config.precision))
-
-    def not_finite(self, iteration: int, precision: str) -> str:
-        """The error message for a gradient that is not finite."""
+        last = np.array(nonfinite[-PATIENCE:]).reshape(-1, self.agents)
+        patient = (len(last) == PATIENCE) & (last.min(0) == updates)
+        has_scaler = [PRECISIONS[name].loss_scale is not None for name in self.precisions]
         step = (iteration + 1) * self.config.steps_per_iteration
-        return f"gradient not finite at step {step} in {precision}: lower learning_rate"
+        for agent in np.flatnonzero(np.where(has_scaler, patient, last[-1] > 0)):
+            precision = self.precisions[agent]
+            message = f"gradient not finite at step {step} in {precision}: lower learning_rate"
+            self.stop(agent, FloatingPointError(message))
 
     def learning_rate_at(self, iteration: int) -> float:
         return self.config.annealed(self.settled.learning_rate, iteration)

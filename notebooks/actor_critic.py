@@ -135,8 +135,9 @@ class Carts:
                 self.returns += info["episode"]["r"][info["_episode"]].tolist()
             obs.append(self.obs)
             rows.append((action, np.float32(reward), terminated, valid, policy.log_prob(action)))
-        columns = (np.stack(column) for column in (obs, *zip(*rows, strict=True)))
-        return Rollout(*(torch.from_numpy(column).to(DEVICE) for column in columns))
+        columns = [np.stack(column) for column in zip(*rows, strict=True)]
+        fields = [np.stack(obs), *columns]
+        return Rollout(*(torch.from_numpy(field).to(DEVICE) for field in fields))
 
 
 GAMMA = 0.98  # looks about 50 steps ahead
@@ -157,9 +158,9 @@ def standardized(advantage, valid):
     return (advantage - advantage[valid].mean()) / (advantage[valid].std() + 0.01)
 
 
-def loss_of(policy, logp, value, weight, target, valid):
-    """The loss and the entropy, means over the rows that are not dummies."""
-    actor_loss = -(logp * weight)[valid].mean()
+def loss_of(policy, logp, value, push, target, valid):
+    """The loss and the entropy, means over valid rows. `push` is each action's weight."""
+    actor_loss = -(logp * push)[valid].mean()
     critic_loss = (value[:-1] - target)[valid].square().mean()
     entropy = policy.entropy()[valid].mean()
     return actor_loss + 0.5 * critic_loss - 0.01 * entropy, entropy
@@ -220,7 +221,8 @@ class Ring:
 
     def sample(self, count, length):
         """`count` slices of `length` steps, side by side as a Rollout [length, count]."""
-        first = self.write - self.stored + torch.randint(self.stored - length + 1, (count,))
+        oldest = self.write - self.stored  # may be negative
+        first = oldest + torch.randint(self.stored - length + 1, (count,))
         row = (first + torch.arange(length + 1).unsqueeze(1)) % self.rows  # [length + 1, count]
         cart = torch.randint(NUM_ENVS, (count,))
         obs, *others = self.fields
@@ -245,21 +247,21 @@ def replay(update, slice_length, ring=None):
     return learn
 
 
-def vtrace(rollout, value, weight):
+def vtrace(rollout, value, step_weight):
     """B and A, [T, N], for weights [T, N] of the steps."""
     delta, decay = deltas(rollout, value)
     unweighted = torch.zeros_like(delta)  # B
     later = torch.zeros_like(delta[0])  # A[t + 1]
     for t in reversed(range(len(delta))):
         unweighted[t] = delta[t] + decay[t] * later
-        later = weight[t] * unweighted[t]
-    return unweighted, weight * unweighted
+        later = step_weight[t] * unweighted[t]
+    return unweighted, step_weight * unweighted
 
 
-def outside_clip(weight, policy_ratio, clip):
+def outside_clip(push, policy_ratio, clip):
     """Which steps PPO's clip drops, [T, N]."""
-    too_likely = (weight > 0) & (policy_ratio > 1 + clip)
-    too_unlikely = (weight < 0) & (policy_ratio < 1 - clip)
+    too_likely = (push > 0) & (policy_ratio > 1 + clip)
+    too_unlikely = (push < 0) & (policy_ratio < 1 - clip)
     return too_likely | too_unlikely
 
 
@@ -272,13 +274,13 @@ def corrected_update(agent, batch, ratio=True, clip=0.2):
     policy_ratio = log_ratio.exp()
     step_weight = policy_ratio.clamp(max=1) if ratio else torch.ones_like(policy_ratio)
     unweighted, advantage = vtrace(batch, value.detach(), step_weight)
-    weight = step_weight * standardized(unweighted, batch.valid)
+    push = step_weight * standardized(unweighted, batch.valid)
     dropped = torch.zeros_like(batch.valid)
     if clip is not None:
-        dropped = outside_clip(weight, policy_ratio, clip)
-    weight = torch.where(dropped, 0, weight)
+        dropped = outside_clip(push, policy_ratio, clip)
+    push = torch.where(dropped, 0, push)
     target = advantage + value[:-1].detach()
-    loss, entropy = loss_of(policy, logp, value, weight, target, batch.valid)
+    loss, entropy = loss_of(policy, logp, value, push, target, batch.valid)
     update(agent, loss)
     clip_fraction = dropped[batch.valid].float().mean()
     return {
@@ -315,7 +317,7 @@ def main(arguments=None):
     ax.set(xlabel="environment steps", ylabel="return of sampled episodes")
     fig.savefig(f"{out}.png")
     plt.close(fig)
-    print(f"return {smooth(history)[1][-1]:.0f} of 200; {out}.csv and {out}.png are written")
+    print(f"return {smooth(history)[1][-1]:.0f} of 200; wrote {Path(out).name}.csv and .png")
 
 
 if __name__ == "__main__":

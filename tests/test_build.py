@@ -16,6 +16,7 @@ from fp8rl.machine.by_hand import ActorCriticByHand, NormalizedByHand
 from fp8rl.machine.plan import plan_run
 from fp8rl.model import ActorCritic
 from fp8rl.recurrent import RecurrentActorCritic
+from fp8rl.tasks.classic_control import CartPole
 from fp8rl.train import iterate
 
 
@@ -56,7 +57,7 @@ REFUSED = [  # fields of a config, of a machine, the number of processes, and th
     ({"precision": "tf32"}, {}, 0, "precision is 'tf32' .*: choose from fp32"),
     ({"collect_precision": "tf32"}, {}, 0, "collect_precision is 'tf32' .*: choose from fp32"),
     ({"codec": "fp4"}, {}, 0, "codec is 'fp4': choose from fp32"),
-    ({"env_id": "CartPole-v1"}, {"vectorization": "threads"}, 0, "vectorization is threads"),
+    ({"env_id": "CartPole-v1"}, {"vectorization": "threads"}, 0, "vectorization is 'threads'"),
 ]
 
 
@@ -103,26 +104,26 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated_or_written(
 
 def test_a_plan_says_of_what_a_run_is_made():
     plain = plan_run(small())
-    assert (plain.environment, plain.num_envs, plain.slices) == ("cart", 16, 16)
-    assert (plain.network, plain.acting_precision) == (ActorCriticByHand, "fp32")
+    assert (plain.task, plain.num_envs, plain.slices) == (Cart, 16, 16)
+    assert plain.network == ActorCriticByHand
     assert (plain.places, plain.acts_by_kernel) == ({}, True)
     assert not (plain.actor_is_copy or plain.evaluated_is_copy or plain.clips_by_learner)
-    assert not plain.uses_graph and plain.ring_folder is None
+    assert not plain.uses_graph
     acting = {"collect_precision": "fp8"}
-    clips = {"acting_precision": "fp8", "actor_is_copy": True, "clips_by_learner": True}
+    clips = {"actor_is_copy": True, "clips_by_learner": True}
     unrolled = {"acts_by_kernel": False}
-    gymnasium = {"environment": "gymnasium", "vectorization": "async"}
+    gymnasium = {"task": None}
     for fields, machine, processes, expected in (
         ({}, {"fast_forward": False}, 1, unrolled | {"network": ActorCritic}),
         ({"encoder": "gru"}, {}, 1, unrolled | {"network": RecurrentActorCritic}),
         ({"normalize_obs": True}, {}, 1, unrolled | {"network": NormalizedByHand}),
         ({"formats": "m=e4m3"}, {}, 1, unrolled | {"places": places_of("m=e4m3")}),
-        ({"env_id": "CartPole-v1"}, {}, 1, {"environment": "task", "acts_by_kernel": True}),
+        ({"env_id": "CartPole-v1"}, {}, 1, {"task": CartPole, "acts_by_kernel": True}),
         ({"env_id": "CartPole-v1"}, {"vectorization": "async"}, 1, unrolled | gymnasium),
         (acting, {}, 1, clips),
         (acting | {"clip_by": "actor"}, {}, 1, {"clips_by_learner": False}),
         ({}, {}, 2, {"num_envs": 8, "slices": 8, "uses_graph": False}),
-        ({}, {"memmap": "ring"}, 1, {"ring_folder": "ring", "ring_rows": 1_250}),
+        ({}, {"memmap": "ring"}, 1, {"ring_rows": 1_250}),
     ):
         plan = plan_run(small(**fields), Machine(**machine), processes)
         assert {name: getattr(plan, name) for name in expected} == expected

@@ -12,7 +12,7 @@ from helpers import bang_bang, refused
 from fp8rl.env import MAX_STEPS, Cart, dynamics, outcome
 from fp8rl.evaluate import play
 from fp8rl.tasks.custom_env import CustomEnv
-from fp8rl.tasks.gymnasium_env import interface_of
+from fp8rl.tasks.gymnasium_env import GymEnv
 
 NAME = "fp8rl.tasks:fp8rl/CustomEnv-v0"
 
@@ -62,7 +62,7 @@ def test_leaving_at_the_time_limit_is_both_in_gymnasium(limit, monkeypatch):
 
 def test_the_time_limit_is_known_to_gymnasium():
     spec = gymnasium.spec(NAME.split(":")[1])
-    assert spec.max_episode_steps == MAX_STEPS == interface_of(NAME).max_steps
+    assert spec.max_episode_steps == MAX_STEPS == GymEnv(NAME, 1).max_steps
     env = Cart(1)  # which leaves at the last step: termination alone
     env.state, env.elapsed = torch.tensor([[1.9, 1.0]]), torch.tensor([MAX_STEPS - 1])
     assert [end.tolist() for end in env.step(torch.tensor([1]))[2:]] == [[True], [False]]

@@ -30,8 +30,11 @@ def test_learning_curves_show_the_iqm_and_the_references(ax, seeds):
     assert [text.get_text() for text in ax.texts] == list(figures.REFERENCES)
 
 
-def test_names_of_lines_stand_apart_from_each_other():
-    assert figures.spread([18.0, 19.0, 20.0, 90.0], least=4) == [15.0, 19.0, 23.0, 90.0]
+def test_names_of_lines_are_in_the_order_of_their_ends(ax):
+    for name, end in {"low": 20, "high": 90}.items():
+        ax.plot([0, 1], [0, end], label=name)
+    figures.name_lines(ax)
+    assert legend(ax) == ["high", "low"]
 
 
 def history_of(rows: int) -> History:

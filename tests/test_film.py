@@ -11,11 +11,11 @@ from helpers import refusal, refused, run_cli, small
 from PIL import Image
 
 from fp8rl.build import build
+from fp8rl.cli.evaluate import gymnasium_stage
 from fp8rl.disk import checkpoint
 from fp8rl.env import Cart
 from fp8rl.evaluate import evaluate, play, policy_of
 from fp8rl.study.film import film_episode
-from fp8rl.tasks.gymnasium_env import GymEnv, require_renderable
 
 
 class Screen(gymnasium.Env):
@@ -95,8 +95,7 @@ def test_a_film_shows_every_second_step_and_stays_at_the_end(monkeypatch):
 
 def test_gymnasium_s_environments_are_filmed_below_a_title():
     env_id = "fp8rl-films/Screen-v0"
-    assert require_renderable(env_id) == 10
-    env = GymEnv(env_id, 1, render_mode="rgb_array")
+    env = gymnasium_stage(env_id, 0)
     film = film_episode(lambda obs: torch.zeros(1, 1), env, 10)
     env.close()
     assert (film.steps, film.episode_return) == (7, 3.5)
@@ -114,7 +113,7 @@ def test_gymnasium_s_environments_are_filmed_below_a_title():
 )
 def test_what_gymnasium_cannot_render_is_refused_with_its_reason(name, reason):
     env_id = f"fp8rl-films/{name}-v0"
-    refused(rf"env_id is '{env_id}', .*rendered \({reason}\)", require_renderable, env_id)
+    refused(rf"env_id is '{env_id}', .*rendered \({reason}\)", gymnasium_stage, env_id, 0)
 
 
 def test_eval_writes_a_film_and_does_not_replace_one_unasked(tmp_path, capsys, monkeypatch):

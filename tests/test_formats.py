@@ -1,5 +1,6 @@
 """Rounding to formats of few bits, against torch, ml_dtypes and a plain search of the table."""
 
+import functools
 import math
 
 import ml_dtypes
@@ -14,7 +15,6 @@ from fp8rl.bits.formats import (
     DTYPES,
     Format,
     format_of,
-    microscaled,
     rounded,
     scaled,
 )
@@ -169,7 +169,7 @@ def test_blocks_are_rows_of_their_own_with_their_own_noise(to, x, size, seed):
 def test_a_bad_number_spoils_its_block_only(bad):
     x = torch.ones(1, 64)
     x[0, 1] = bad
-    for function in (scaled, microscaled):
+    for function in (scaled, functools.partial(scaled, mx=True)):
         kept = function(x, format_of("e4m3"), 32)
         assert kept.isnan().tolist() == [[True] * 32 + [False] * 32]
 
@@ -199,10 +199,10 @@ def test_microscaling_is_the_rule_of_the_specification(name, power):
     x = torch.randn(4, 167, generator=stream) * 2.0**power  # the last block is not full
     x[1, 32:64] = 0
     x[2] = x[2] * torch.randn(167, generator=stream).mul(4).exp()
-    kept = microscaled(x, format_of(name), 32)
+    kept = scaled(x, format_of(name), 32, mx=True)
     by_hand = torch.stack(
         [torch.from_numpy(microscaled_by_hand(row, name, 32)) for row in x.numpy()]
     )
     assert_same_bits(kept, by_hand)
-    drawn = microscaled(x, format_of(name), 32, torch.rand(x.shape, generator=stream))
-    assert_same_bits(microscaled(drawn, format_of(name), 32), drawn)
+    drawn = scaled(x, format_of(name), 32, torch.rand(x.shape, generator=stream), mx=True)
+    assert_same_bits(scaled(drawn, format_of(name), 32, mx=True), drawn)

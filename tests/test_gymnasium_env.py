@@ -12,7 +12,7 @@ from fp8rl.cli.metrics_file import MetricsFile
 from fp8rl.disk import checkpoint
 from fp8rl.distribution import Gaussian
 from fp8rl.evaluate import play
-from fp8rl.tasks.gymnasium_env import EnvironmentFailed, GymEnv, interface_of
+from fp8rl.tasks.gymnasium_env import EnvironmentFailed, GymEnv
 
 # Which Counter is
 pytestmark = pytest.mark.filterwarnings("ignore:.*without a time limit")
@@ -94,15 +94,17 @@ register("Poisoned", kwargs={"sixth": lambda obs, *rest: (obs * np.nan, *rest)})
 
 
 def test_interface_of_an_environment():
-    cart = interface_of("CartPole-v1")
+    cart = GymEnv("CartPole-v1", 1)
     assert (cart.num_actions, cart.actions, cart.max_steps) == (2, 0, 500)
     assert cart.bounds[1][0] == pytest.approx(4.8)
     register("Told")  # an environment is told of once, in whichever test makes it first
     with pytest.warns(UserWarning, match="without a time limit, .* 10,000 steps: register it"):
-        counter = interface_of("fp8rl-tests/Told-v0")
+        counter = GymEnv("fp8rl-tests/Told-v0", 1)
     assert (counter.num_actions, counter.actions, counter.max_steps) == (3, 5, 10_000)
-    number, (low, high), steps = interface_of("Pendulum-v1")[1:4]
-    assert (number, low.tolist(), high.tolist(), steps) == (1, [-2.0], [2.0], 200)
+    pendulum = GymEnv("Pendulum-v1", 1)
+    low, high = pendulum.actions
+    assert (pendulum.num_actions, pendulum.max_steps) == (1, 200)
+    assert (low.tolist(), high.tolist()) == ([-2.0], [2.0])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -10,7 +10,6 @@ import pytest
 from helpers import run_cli
 
 import fp8rl
-from fp8rl.cli.train import Saving
 from fp8rl.config import Config
 from fp8rl.doctor import __main__ as doctor_command
 from fp8rl.machine import Machine
@@ -19,7 +18,10 @@ from fp8rl.study.comparison import Comparison
 CLONE = Path(fp8rl.__file__).parent.parent
 # Dataclasses and further options of each command
 COMMANDS = {
-    "train": ((Config, Machine, Saving), "out resume overwrite trust eight_bit"),
+    "train": (
+        (Config, Machine),
+        "out resume overwrite trust eight_bit checkpoint_every checkpoint_ring tensorboard",
+    ),
     "eval": ((), "episodes greedy seed precision film overwrite trust json"),
     "study": ((Comparison,), "out learning_rate overwrite scheduler workers"),
     "memory": ((Config, Machine), "layout json"),

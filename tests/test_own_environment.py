@@ -8,6 +8,7 @@ import pytest
 from helpers import TINY, after, refused, trained
 
 from fp8rl.build import Machine, build
+from fp8rl.cli.evaluate import gymnasium_stage
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.population.batches import obstacle
@@ -16,8 +17,6 @@ from fp8rl.tasks.gymnasium_env import (
     EnvironmentFailed,
     GymEnv,
     gymnasium_id,
-    interface_of,
-    require_renderable,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*without a time limit")
@@ -161,7 +160,7 @@ def test_a_class_that_is_not_registered_trains_in_every_way(tmp_path):
 
     assert "train it alone" in obstacle(config)
     assert threshold_of("own_env:Limited") == 5
-    assert require_renderable("own_env:Limited") == 10
+    assert gymnasium_stage("own_env:Limited", 0).render().shape == (20, 20, 3)
 
 
 def test_a_class_of_a_notebook_is_found_anew_when_its_cell_is_run_again(monkeypatch):
@@ -170,7 +169,7 @@ def test_a_class_of_a_notebook_is_found_anew_when_its_cell_is_run_again(monkeypa
         here = type("Here", (walk,), {"action_space": gymnasium.spaces.Discrete(actions)})
         monkeypatch.setattr(sys.modules["__main__"], "Here", here, raising=False)
         assert gymnasium_id("__main__:Here") == "__main__.Here"
-        assert interface_of("__main__:Here").num_actions == actions
+        assert GymEnv("__main__:Here", 1).num_actions == actions
 
 
 IMPORTED = "cannot be imported .*: name a module, not a file, that is in this folder or installed"

@@ -199,7 +199,7 @@ class SomeAreNotFinite(Evaluator):
 def test_an_evaluation_that_is_not_finite_is_a_failure():
     run = build(Config(**SHORT))
     message = "evaluation is not finite in fp32: fix the environment's rewards"
-    with mock.patch.object(Evaluator, "returns", return_value=np.array([math.nan, 1.0])):
+    with mock.patch("fp8rl.evaluate.evaluate", return_value=np.array([math.nan, 1.0])):
         refused(message, train, run, progress=False)
     together = build_population([Config(seed=seed, **SHORT) for seed in range(4)])
     together.evaluator = SomeAreNotFinite(together.config, None, None)

@@ -251,6 +251,7 @@ def test_gradients_are_those_of_autograd():
     run = build_population(configs)
     rollout = by_agent(run.collect(), agents)
     loss, _ = actor_critic_loss(*run.model(rollout.obs), rollout, run.settled)
+    run.model(rollout.obs)  # another pass leaves the results of this one alone
     loss.sum().backward()
     for k in (0, agents - 1):
         model = run.model.network(k)
@@ -259,9 +260,6 @@ def test_gradients_are_those_of_autograd():
         loss.backward()
         grads = torch.cat([p.grad.flatten() for p in parameters_in_order(model).values()])
         torch.testing.assert_close(run.model.theta.grad[k], grads, rtol=1e-4, atol=1e-7)
-    late = run.model(rollout.obs)[0].sum()
-    run.model(rollout.obs)
-    refused("another forward pass", late.backward, error=RuntimeError)
 
 
 def test_every_agent_replays_its_own():

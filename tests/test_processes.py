@@ -27,10 +27,11 @@ from torch import distributed
 from fp8rl.build import build
 from fp8rl.disk import checkpoint
 from fp8rl.env import Cart
-from fp8rl.losses import no_all_reduce
+from fp8rl.losses import LossCoefficients, no_all_reduce
 from fp8rl.machine import processes
 from fp8rl.normalization import NETWORKS
 from fp8rl.precision import Precision
+from fp8rl.returns import RewardScale
 from fp8rl.rollout import Rollout
 from fp8rl.train import Learner, Run, iterate
 
@@ -70,9 +71,9 @@ def learned(
     torch.manual_seed(0)
     model = NETWORKS[GIVEN[name].encoder, False]()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    learner = Learner(
-        GIVEN[name].settled(Cart), model, Precision("fp32"), optimizer, all_reduce=all_reduce
-    )
+    settings = LossCoefficients.of(GIVEN[name].settled(Cart)), model, Precision("fp32"), optimizer
+    scale = RewardScale(rollouts[0].reward.shape[1])
+    learner = Learner(*settings, scale, all_reduce=all_reduce)
     losses = [learner.update(rollout).loss.loss.item() for rollout in rollouts]
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach(), losses
 
@@ -285,7 +286,7 @@ def test_a_killed_rank_ends_the_command_and_its_last_checkpoint_continues(tmp_pa
         [*command, "--checkpoint-every", "1"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as process:
         began = time.monotonic()
-        while not (out / "checkpoint.pt").exists():
+        while not (out / "metrics.csv").exists():
             assert process.poll() is None and time.monotonic() < began + PATIENCE
             time.sleep(0.05)
         ranks = ranks_of(process)

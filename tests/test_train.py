@@ -25,6 +25,7 @@ from fp8rl.build import build, build_population
 from fp8rl.config import Config
 from fp8rl.disk.restore import restore
 from fp8rl.env import Cart
+from fp8rl.losses import LossCoefficients
 from fp8rl.machine.adam import Adam
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
@@ -89,7 +90,8 @@ def learner(precision: str = "fp32", rate=1e-3) -> Learner:
     optimizer = torch.optim.Adam(
         model.parameters(), rate, capturable=isinstance(rate, torch.Tensor)
     )
-    return Learner(small().settled(Cart), model, Precision(precision), optimizer)
+    coefficients = LossCoefficients.of(small().settled(Cart))
+    return Learner(coefficients, model, Precision(precision), optimizer, RewardScale(3))
 
 
 def test_adam_is_torch_s_without_its_slow_import(monkeypatch):
@@ -215,18 +217,8 @@ def test_a_state_of_another_config_is_refused():
         refused("the state does not fit the config", restore, build(own), found)
 
 
-def test_a_learner_without_a_scale_of_rewards_makes_one_for_the_environments_it_sees():
-    """As if it had been given one of as many environments, and not one over all of them as a single
-    episode."""
-    run = build(small(steps=1_024))
-    rollout = run.collect()
-    parts = run.config.settled(run.env), run.model, run.learner.precision, run.learner.optimizer
-    given, alone, other = (Learner(*parts, scale) for scale in (RewardScale(16), None, None))
-    for learner in (alone, given):
-        learner.watch(rollout)
-    other.load_state_dict(alone.state_dict())
-    for learner in (alone, other):
-        assert torch.equal(learner.reward_scale.scale, given.reward_scale.scale)
+def test_a_scale_of_rewards_is_one_of_as_many_environments():
+    rollout = build(small(steps=1_024)).collect()
     refused("num_envs is 16 in", RewardScale(1).add, rollout, 0.9, lambda tensors: tensors)
 
 

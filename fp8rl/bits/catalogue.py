@@ -187,9 +187,9 @@ def read_real_optimizer(text: str) -> RealOptimizer:
         entry = read_words(text, stack.module, stack.classes, [*stack.words, *words])
         return entry._replace(package=stack.package)
     if not words or not all(part.isidentifier() for part in (*first.split("."), words[0])):
-        names = ", ".join(CATALOGUE)
         raise ValueError(
-            f"formats has {text!r}: write optimizer=module:Class, or one of the names {names}"
+            f"formats has {text!r}: write optimizer=module:Class, "
+            f"or one of the names {', '.join(CATALOGUE)}"
         )
     require_package(text, first, "")
     return read_words(text, first, {"": words[0]}, words[1:])
@@ -211,8 +211,7 @@ def read_words(text: str, module: str, classes: dict, words: list[str]) -> RealO
         elif word == "eager":
             eager = True
         else:
-            allowed = ", ".join(WORDS)
-            raise ValueError(f"formats has {text!r}: use only {allowed} or option=value")
+            raise ValueError(f"formats has {text!r}: use only {', '.join(WORDS)} or option=value")
     return RealOptimizer(text, module, classes, kept_type, options, eager)
 
 

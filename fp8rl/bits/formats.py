@@ -25,11 +25,11 @@ Few exponent bits cover few magnitudes, so numbers are divided by a scale first.
 a block has one scale, which follows from its largest magnitude. A power of two as scale costs no
 accuracy (fp8.py). There are two rules for it:
 
-    `scaled`       the smallest power of two that brings the largest magnitude into the format's
-                   range, so that nothing is clipped
-    `microscaled`  the rule of the MX specification, section 6.3. It looks at the exponent of the
-                   largest magnitude alone, and clips what is then beyond the largest number. Of
-                   blocks of 32 normal numbers that happens to 17% in e4m3 and to 30% in e2m1."""
+    with `mx`   the rule of the MX specification, section 6.3. It looks at the exponent of the
+                largest magnitude alone, and clips what is then beyond the largest number. Of
+                blocks of 32 normal numbers that happens to 17% in e4m3 and to 30% in e2m1.
+    otherwise   the smallest power of two that brings the largest magnitude into the format's range,
+                so that nothing is clipped"""
 
 import functools
 import math
@@ -121,19 +121,26 @@ def rounded(x: torch.Tensor, to: Format, noise: torch.Tensor | None = None) -> t
 
 
 def scaled(
-    x: torch.Tensor, to: Format, block: int | None = None, noise: torch.Tensor | None = None
+    x: torch.Tensor,
+    to: Format,
+    block: int | None = None,
+    noise: torch.Tensor | None = None,
+    mx: bool = False,
 ) -> torch.Tensor:
     """Like `rounded`, with a power-of-two scale for each row of `x`, or for each block of a row.
 
     A block has `block` numbers; zeros fill the last block. Without noise, the result is exact for 0
-    and for magnitudes from 2^-126 to 2^104.
+    and for magnitudes from 2^-126 to 2^104. With `mx`, the scale is that of the MX specification: a
+    number that is beyond the format's largest number after the division is clipped to it. The
+    result then rounds to itself.
     """
     if block:
         if noise is not None:
             noise = blocks(noise, block)
-        return unblocked(scaled(blocks(x, block), to, noise=noise), x)
-    scale = power_of_two_scale(x.abs().amax(-1, keepdim=True), to.largest)
-    if noise is not None or to.mantissa > 21:
+        return unblocked(scaled(blocks(x, block), to, noise=noise, mx=mx), x)
+    largest = x.abs().amax(-1, keepdim=True)
+    scale = microscaling_scale(largest, to) if mx else power_of_two_scale(largest, to.largest)
+    if noise is not None or mx or to.mantissa > 21:
         return rounded(x / scale, to, noise).mul_(scale)
     # The same as above in half as many passes over memory. Float32 also rounds sums to the nearest,
     # ties to even. A sum of 2^23 to 2^24 steps of the format is rounded to whole steps. Nothing
@@ -153,21 +160,6 @@ def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
     limit_mantissa, limit_exponent = math.frexp(limit)
     exponent = exponent - limit_exponent + (mantissa > limit_mantissa)
     return scale_with_exponent(exponent.clamp(-126, 128 - limit_exponent), largest)
-
-
-def microscaled(
-    x: torch.Tensor, to: Format, block: int, noise: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Like `scaled` with blocks of `block` numbers, with the shared scale of the MX specification.
-
-    A number that is beyond the format's largest number after the division is clipped to it. The
-    result rounds to itself.
-    """
-    rows = blocks(x, block)
-    if noise is not None:
-        noise = blocks(noise, block)
-    scale = microscaling_scale(rows.abs().amax(-1, keepdim=True), to)
-    return unblocked(rounded(rows / scale, to, noise).mul_(scale), x)
 
 
 def microscaling_scale(largest: torch.Tensor, to: Format) -> torch.Tensor:

@@ -22,14 +22,14 @@ weights that are frozen stay as they are and cost nothing.
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
 from . import adam
 from .formats import format_of
 from .notation import STATE, check_named_once, read_entry
-from .packed_tensors import pack, unpack
+from .packed_tensors import unpack
 from .packed_weights import Noise, PackingOptimizer, ParameterStates
 from .places import PlaceFormat, Places
 
@@ -122,7 +122,10 @@ class LowBitAdam(PackingOptimizer):
         parameter that learns and is empty or not float32, and for options that are not offered.
         """
         group = {**param_group}
-        refuse_unknown_options(group, (*OPTIONS_OF_GROUP, *self.defaults, *STATE))
+        known = (*OPTIONS_OF_GROUP, *self.defaults, *STATE)
+        # torch takes any option in a group. Among them may be a misspelt place with its format.
+        for name in sorted(group.keys() - {*known}):
+            raise ValueError(f"{name} is {group[name]} in a group: use only {', '.join(known)}")
         formats_of_group = {name: group.pop(name) for name in STATE if name in group}
         formats = dict(self.places)
         if formats_of_group.keys() & {"v", "root"}:  # the group's takes the place of either
@@ -136,8 +139,10 @@ class LowBitAdam(PackingOptimizer):
         for p in new_parameters:
             if p.requires_grad and (p.dtype != torch.float32 or not p.numel()):
                 self.param_groups.pop()
-                remedy = "use float32 parameters that are not empty"
-                raise ValueError(f"a parameter is {p.dtype} {list(p.shape)}: {remedy}")
+                raise ValueError(
+                    f"a parameter is {p.dtype} {list(p.shape)}: "
+                    "use float32 parameters that are not empty"
+                )
         self.places_of_parameter.update(dict.fromkeys(new_parameters, places))
 
     def second(self, p: torch.Tensor) -> str:
@@ -181,17 +186,21 @@ class LowBitAdam(PackingOptimizer):
             if p.grad is None:
                 continue
             if p.grad.layout != torch.strided:
-                remedy = "make it dense, as nn.Embedding does with sparse=False"
-                raise ValueError(f"the gradient of {name} is sparse: {remedy}")
+                raise ValueError(
+                    f"the gradient of {name} is sparse: "
+                    "make it dense, as nn.Embedding does with sparse=False"
+                )
             if p.dtype != torch.float32:  # it was frozen when its group was added
                 raise ValueError(f"{name} is {p.dtype}: make it float32 before it learns")
 
     def _begin(self, p: torch.Tensor) -> None:
         """Stores moments of 0, before a parameter's first step."""
-        step = torch.zeros((), dtype=torch.float32, device="cpu")
-        self.state[p] = {**self.state_of(p), "step": step}
-        self.store(p, "m", torch.zeros_like(p))
-        self.store(p, self.second(p), torch.zeros_like(p))
+        self.state[p] = {
+            **self.state_of(p),
+            "step": torch.zeros((), dtype=torch.float32, device="cpu"),
+            **self.packed(p, "m", torch.zeros_like(p)),
+            **self.packed(p, self.second(p), torch.zeros_like(p)),
+        }
 
     def _noise(self, update: int) -> dict[torch.Tensor, Noise]:
         """The noise of each parameter for update number `update`, counted from 0.
@@ -233,9 +242,12 @@ class LowBitAdam(PackingOptimizer):
         # always be lost.
         row = adam.with_decoupled_decay(p.reshape(1, -1), group["lr"], group["weight_decay"])
         adam.step_fast(row, m, v, group["lr"], bias_correction1, root_correction2, group["eps"])
-        self.state[p] = {**self.state[p], "step": t}
-        self.store(p, "m", m_kept)
-        self.store(p, second, v_kept.sqrt() if second == "root" else v_kept)
+        self.state[p] = {
+            **self.state[p],
+            "step": t,
+            **self.packed(p, "m", m_kept),
+            **self.packed(p, second, v_kept.sqrt() if second == "root" else v_kept),
+        }
         p.copy_(row.view(p.shape))
 
     def state_dict(self) -> dict:
@@ -250,8 +262,10 @@ class LowBitAdam(PackingOptimizer):
         """
         saved_states = self._saved_states(state_dict)
         if saved_states is None:
-            problem = f"does not fit these parameters with formats {str(self.places)!r}"
-            raise ValueError(f"the state {problem}: resume with its own formats")
+            raise ValueError(
+                f"the state does not fit these parameters with formats {str(self.places)!r}: "
+                "resume with its own formats"
+            )
         self.fill()
         # Without the state, because torch would make codes float32.
         super().load_state_dict({**state_dict, "state": {}})
@@ -285,19 +299,13 @@ class LowBitAdam(PackingOptimizer):
 
     def _fits(self, p: torch.Tensor, saved: dict) -> bool:
         """Whether a saved state is one that this parameter can have."""
-        if not saved:
-            return True
-        places = self.places_of_parameter[p]
-        names = ["weights"] if "weights" in places else []
+        zeros = torch.zeros(p.shape)
         expected = {}
+        if saved and "weights" in self.places_of_parameter[p]:
+            expected |= self.packed(p, "weights", zeros)
         if "step" in saved:
-            names += ["m", self.second(p)]
-            expected["step"] = torch.zeros(())
-        for name in names:
-            codes, scale = pack(torch.zeros(p.shape), places.get(name))
-            expected[name] = codes
-            if scale is not None:
-                expected[f"{name}_scale"] = scale
+            expected |= {"step": torch.zeros(()), **self.packed(p, "m", zeros)}
+            expected |= self.packed(p, self.second(p), zeros)
         kinds, expected_kinds = (
             {name: (x.shape, x.dtype) for name, x in state.items()} for state in (saved, expected)
         )
@@ -325,8 +333,7 @@ class LowBitAdam(PackingOptimizer):
         left = [p.numel() for p in self.parameters if not self.state_of(p)]
         if left:
             lines.append(f"left alone: {len(left)} tensors, {sum(left):,} numbers, no step yet")
-        numbers = sum(p.numel() for p in begun)
-        each = sum(sizes.values()) / max(1, numbers)
+        each = sum(sizes.values()) / max(1, sum(p.numel() for p in begun))
         return "\n".join([*lines, f"stored: {each:.2f} bytes a parameter"])
 
 
@@ -343,31 +350,14 @@ def places_to_keep(formats: dict[str, str | PlaceFormat | None]) -> Places:
         if not form:
             continue
         if not isinstance(form, PlaceFormat):
-            form = read_kept_format(name, str(form))
+            entry = read_entry(name, str(form), STATE)
+            form = PlaceFormat.of_entry(entry)
+            rounds = form.format != format_of("fp32") and not form.stochastic
+            if name in ("v", "root") and rounds and "nearest" not in entry.words:
+                form = PlaceFormat(form.format, (*form.words, "stochastic"))
         check_named_once(name, places)
         places[name] = form
     return places
-
-
-def read_kept_format(name: str, text: str) -> PlaceFormat:
-    """Reads the format of a place. For v and root it is stochastic unless the text says
-    `nearest`."""
-    entry = read_entry(name, text, STATE)
-    form = PlaceFormat.of_entry(entry)
-    rounds = form.format != format_of("fp32") and not form.stochastic
-    if name in ("v", "root") and rounds and "nearest" not in entry.words:
-        form = PlaceFormat(form.format, (*form.words, "stochastic"))
-    return form
-
-
-def refuse_unknown_options(group: dict, known: Iterable[str]) -> None:
-    """Raises ValueError for options of a group that are not `known`.
-
-    torch takes any option in a group. Among them may be a misspelt place with its format.
-    """
-    for name, value in group.items():
-        if name not in known:
-            raise ValueError(f"{name} is {value} in a group: use only {', '.join(known)}")
 
 
 def refuse_wrong_settings(group: dict) -> None:
@@ -375,9 +365,9 @@ def refuse_wrong_settings(group: dict) -> None:
     lr = group["lr"]
     betas = group["betas"]
     eps = group["eps"]
-    weight_decay = group["weight_decay"]
-    if not 0 <= weight_decay < math.inf:
-        raise ValueError(f"weight_decay is {weight_decay}: use 0 or more")
+    if not 0 <= group["weight_decay"] < math.inf:
+        raise ValueError(f"weight_decay is {group['weight_decay']}: use 0 or more")
     if not (lr >= 0 and eps >= 0 and all(0 <= beta < 1 for beta in betas)):
-        remedy = "use at least 0, and betas below 1"
-        raise ValueError(f"lr, eps and betas are {lr}, {eps} and {betas}: {remedy}")
+        raise ValueError(
+            f"lr, eps and betas are {lr}, {eps} and {betas}: use at least 0, and betas below 1"
+        )

@@ -71,11 +71,14 @@ def read_entry(place: str, form: str, names: tuple[str, ...] = PLACES) -> Entry:
     format_name, *words = form.split(":")
     of_moments = {*words} & OF_MOMENTS
     if not {*words} <= {*WORDS} or (of_moments and place not in ("m", "v", "root")):
-        allowed = f"{', '.join(WORDS)} ({' and '.join(sorted(OF_MOMENTS))}: only m, v, root)"
-        raise ValueError(f"formats has {text!r}: after the format, use only {allowed}")
+        raise ValueError(
+            f"formats has {text!r}: after the format, use only {', '.join(WORDS)} "
+            f"({' and '.join(sorted(OF_MOMENTS))}: only m, v, root)"
+        )
     if "stochastic" in words and place not in (*STATE, *SUMS, "targets"):
-        only = f"only {', '.join((*STATE, *SUMS))} and targets can be stochastic"
-        raise ValueError(f"formats has {text!r}: {only}")
+        raise ValueError(
+            f"formats has {text!r}: only {', '.join((*STATE, *SUMS))} and targets can be stochastic"
+        )
     if {*words} >= {"stochastic", "nearest"}:
         raise ValueError(f"formats has {text!r}: leave out stochastic or nearest")
     try:
@@ -87,8 +90,9 @@ def read_entry(place: str, form: str, names: tuple[str, ...] = PLACES) -> Entry:
             if other in words:
                 raise ValueError(f"formats has {text!r}: leave out mx or {other}")
         if bits[0] == 8:
-            remedy = "leave out mx, with 8 bits of exponent there is no scale"
-            raise ValueError(f"formats has {text!r}: {remedy}")
+            raise ValueError(
+                f"formats has {text!r}: leave out mx, with 8 bits of exponent there is no scale"
+            )
     return Entry(place, bits, tuple(words))
 
 

@@ -74,8 +74,10 @@ class PackedParameter(nn.Parameter):
         if name in ("__get__", "__set__", "__delete__"):
             name = func.__self__.__name__  # of the property
         if name not in READABLE:
-            problem = f"{name} was called on a parameter whose weights are packed"
-            raise RuntimeError(f"{problem}: call it within `with optimizer.unpacked():`")
+            raise RuntimeError(
+                f"{name} was called on a parameter whose weights are packed: "
+                "call it within `with optimizer.unpacked():`"
+            )
         return super().__torch_function__(func, types, args, kwargs or {})
 
     @torch.inference_mode(False)  # because autograd refuses tensors made in inference mode
@@ -164,16 +166,19 @@ class PackingOptimizer(torch.optim.Optimizer):
         """What is stored for a parameter; an empty dictionary if nothing is."""
         return self.state.get(p, {})
 
+    def packed(self, p: torch.Tensor, name: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is stored of the weights, m, v or root of a parameter, which are rounded already."""
+        codes, scale = pack(x.detach().view(p.shape), self.places_of_parameter[p].get(name))
+        if scale is None:
+            return {name: codes}
+        return {name: codes, f"{name}_scale": scale}
+
     def store(self, p: torch.Tensor, name: str, x: torch.Tensor) -> None:
         """Packs the weights, m, v or root of a parameter, which are rounded already.
 
         The parameter's state becomes a new dictionary, because a state_dict holds the old one.
         """
-        codes, scale = pack(x.detach().view(p.shape), self.places_of_parameter[p].get(name))
-        state = {**self.state_of(p), name: codes}
-        if scale is not None:
-            state[f"{name}_scale"] = scale
-        self.state[p] = state
+        self.state[p] = {**self.state_of(p), **self.packed(p, name, x)}
 
     def stored(self, p: torch.Tensor, name: str) -> Packed:
         """The codes, and the scales or None, of the weights, m, v or root of a parameter.

@@ -53,7 +53,6 @@ import torch
 from .formats import (
     Format,
     blocks,
-    microscaled,
     microscaling_scale,
     power_of_two_scale,
     rounded,
@@ -139,9 +138,7 @@ class PlaceFormat(NamedTuple):
         """
         if not self.scaled:
             return rounded(x, self.format, noise)
-        if self.mx:
-            return microscaled(x, self.format, BLOCK, noise)
-        return scaled(x, self.format, BLOCK if self.block else None, noise)
+        return scaled(x, self.format, BLOCK if self.block else None, noise, self.mx)
 
     def limits(self, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """The number to which each number of rows [S, P] is clipped if it is larger.
@@ -184,10 +181,6 @@ class Places(dict[str, PlaceFormat]):
     def noisy(self) -> list[str]:
         """The places of an optimizer (STATE) that are rounded stochastically."""
         return [name for name in STATE if name in self and self[name].stochastic]
-
-    def split_noise(self, drawn: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Splits noise [..., number of `noisy` places, P] by place, into [..., P] each."""
-        return dict(zip(self.noisy, drawn.unbind(-2), strict=True))
 
     def weights(
         self, x: torch.Tensor, sizes: list[int], noise: dict[str, torch.Tensor] = NO_NOISE

@@ -15,8 +15,8 @@ from ..evaluate import START_NOISE, evaluate, policy_of
 from ..precision import Precision
 from ..study.film import film_episode
 from ..tasks.custom_env import CustomEnv
-from ..tasks.environments import env_maker, environment_of
-from ..tasks.gymnasium_env import GymEnv, require_renderable
+from ..tasks.environments import env_maker, tensor_task
+from ..tasks.gymnasium_env import EnvironmentFailed, GymEnv, one_line
 from .arguments import Json
 
 
@@ -55,7 +55,7 @@ def evaluate_run(
         )
         computes = Precision(config.precision)
         # Another start than that of a training with this seed
-        make_env = env_maker(config, environment_of(config), seed + FIRST_EVALUATION_SEED)
+        make_env = env_maker(config, tensor_task(config), seed + FIRST_EVALUATION_SEED)
         starts = (START_NOISE, "cpu", seed, "evaluation starts")
         with contextlib.ExitStack() as owned:
             if film:  # raises before anything is played, if the environment cannot be filmed
@@ -63,7 +63,8 @@ def evaluate_run(
                     stage = make_env(1, *starts)
                     rate = CustomEnv.metadata["render_fps"]
                 else:
-                    stage, rate = gymnasium_stage(config.env_id, seed)
+                    stage = gymnasium_stage(config.env_id, seed)
+                    rate = stage.envs.metadata.get("render_fps") or 25
                 owned.callback(stage.close)
             env = owned.enter_context(contextlib.closing(make_env(episodes, *starts)))
             model = computes.prepare(model)
@@ -107,11 +108,17 @@ def require_free_file(film: Path, overwrite: bool) -> None:
         )
 
 
-def gymnasium_stage(env_id: str, seed: int) -> tuple[GymEnv, float]:
-    """An environment that Gymnasium draws, and its frames per second.
+def gymnasium_stage(env_id: str, seed: int) -> GymEnv:
+    """An environment that Gymnasium draws.
 
-    Raises ValueError if it cannot be drawn, with Gymnasium's reason.
+    Raises ValueError if it cannot be drawn, with its own reason, as when a package is missing.
     """
-    rate = require_renderable(env_id)
-    stage = GymEnv(env_id, 1, "cpu", seed + FIRST_EVALUATION_SEED, render_mode="rgb_array")
-    return stage, rate
+    try:
+        stage = GymEnv(env_id, 1, "cpu", seed + FIRST_EVALUATION_SEED, render_mode="rgb_array")
+        stage.render()
+    except (ValueError, EnvironmentFailed) as error:
+        reason = one_line(error.__cause__ or error)
+        raise ValueError(
+            f"env_id is {env_id!r}, which cannot be rendered ({reason}): leave out film"
+        ) from error
+    return stage

@@ -13,7 +13,7 @@ from typing import Annotated
 import tyro
 
 from ..config import Config
-from ..disk.run_folder import Folder, read_mark, require_free
+from ..disk.run_folder import BATCHES, Folder, read_mark, require_free
 from ..history import History
 from ..machine.hardware import cores, origin
 from ..population.batches import shared
@@ -92,7 +92,11 @@ def compare(
         if (shapes := len(set(map(shared, arm_of)))) > 1:
             print(f"{len(arm_of)} agents of {shapes} shapes, a batch for each")
         # What cannot be is refused before anything is written
-        require(tasks, workers, cluster)
+        if cluster is None:
+            parallel.require(tasks, workers)
+        else:
+            busiest = max(cluster.threads_by_host.values())
+            cluster.submit(parallel.require, tasks, workers, busiest).result()
         options = dataclasses.asdict(comparison) | numbers | {"workers": workers}
         folder = stack.enter_context(folder_of(out, options, overwrite))
         journal = study.Journal(out / "runs.jsonl")
@@ -159,17 +163,6 @@ def workers_of(out: Path, overwrite: bool) -> int | None:
     """The number of workers of the study in a folder that goes on, if there is one."""
     mark = {} if overwrite else read_mark(out)
     return mark["options"].get("workers") if mark.get("command") == "study" else None
-
-
-def require(tasks: list[parallel.Batch], workers: int, cluster: Cluster | None) -> None:
-    """Raises what forbids a study of these batches on this machine, or on a cluster's."""
-    if cluster is None:
-        parallel.require(tasks, workers)
-        return
-    for warning in cluster.warnings:
-        print(f"fp8rl: warning: {warning}", file=sys.stderr)
-    busiest = max(cluster.threads_by_host.values())
-    cluster.submit(parallel.require, tasks, workers, busiest).result()
 
 
 def in_words(value: float | None) -> str:
@@ -243,5 +236,5 @@ def write_study(
         marks=comparison.env_id is None,
     )
     folder.write("curves.png", figures.png(figure))
-    folder.remove_matching("study")  # files of batches, if one has ended with all agents known
+    folder.remove(BATCHES)  # files of batches, if one has ended with all agents known
     print(text)

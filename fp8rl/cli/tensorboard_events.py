@@ -11,7 +11,7 @@ no episode ends.
 import math
 import time
 
-from ..disk.run_folder import Folder
+from ..disk.run_folder import EVENTS, Folder
 from ..history import History
 
 # Columns of a history by the group that TensorBoard shows them in. `iteration` and `steps` are left
@@ -49,7 +49,7 @@ class EventFile:
         self.folder = folder
         self.rows = 0  # number of rows that have been written
         self.began = None  # the time at which training would have begun without pauses
-        folder.remove_matching("train")
+        folder.remove(EVENTS)
         with folder.writing():
             # A TensorBoard that has read the earlier file forgets its events from step 0 on.
             self.writer = SummaryWriter(str(folder.path), purge_step=0)

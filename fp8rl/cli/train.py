@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import signal
 import sys
 import time
@@ -15,56 +16,31 @@ from ..build import build
 from ..config import EIGHT_BIT, Config
 from ..disk import checkpoint
 from ..disk.run_folder import Folder, read_mark, require_free
-from ..disk.safe_files import read_json
 from ..machine import hardware, processes
 from ..tasks.gymnasium_env import EnvironmentFailed
 from ..train import Immediate, Run, iterate
-from .arguments import ConfigOptions, MachineOptions, Unchecked, checked, given
+from .arguments import ConfigOptions, MachineOptions, checked, given
 from .metrics_file import MetricsFile
 from .tensorboard_events import EventFile, require_tensorboard
-
-
-@dataclasses.dataclass(frozen=True)
-class Saving:
-    """What a run writes while it trains. A resumed run keeps these options unless given anew."""
-
-    # Iterations between checkpoints; 0 writes only one at the end. None: one is written every
-    # minute.
-    checkpoint_every: int | None = None
-    # Keep the replay ring's rows in checkpoints. Without them, a resumed run begins with an empty
-    # ring.
-    checkpoint_ring: bool = True
-    # Also write an events file for TensorBoard (tensorboard_events.py). Needs the package
-    # tensorboard.
-    tensorboard: bool = False
-
-    def __post_init__(self):
-        if self.checkpoint_every is not None and (
-            type(self.checkpoint_every) is not int or self.checkpoint_every < 0
-        ):
-            raise ValueError(f"checkpoint_every is {self.checkpoint_every!r}: use 0 or more")
-
-
-class SavingOptions(Unchecked, Saving):
-    pass
 
 
 def train(
     config: tyro.conf.OmitArgPrefixes[ConfigOptions],
     machine: tyro.conf.OmitArgPrefixes[MachineOptions],
-    saving: tyro.conf.OmitArgPrefixes[SavingOptions],
     out: Path | None = None,
     resume: Path | None = None,
     overwrite: bool = False,
     trust: bool = False,
     eight_bit: bool = False,
+    checkpoint_every: int | None = None,
+    checkpoint_ring: bool = True,
+    tensorboard: bool = False,
 ) -> None:
     """Train one agent into a folder, or continue a run that was stopped (Ctrl-C).
 
     Args:
         config: What is learned. A resumed run keeps its own, so only --steps goes with --resume.
         machine: Where the run computes, and how fast. A resumed run takes what is given now.
-        saving: What is written. A resumed run keeps these options unless they are given anew.
         out: Folder for config.json, metrics.csv, checkpoint.pt and reward_curve.png.
         resume: Folder of a run that was stopped, to continue from its checkpoint.
             With --steps N it goes on to N steps in all. On the CPU it gives the numbers of a run
@@ -72,6 +48,13 @@ def train(
         overwrite: Replace a run that the folder holds.
         trust: Let a checkpoint name a module that is then imported (env_id module:Name-v0).
         eight_bit: FP8 products; eight bits for weights, Adam's moments and replayed observations.
+        checkpoint_every: Iterations between checkpoints; 0 writes only one at the beginning and one
+            at the end. None: one is written every minute. A resumed run keeps this option and the
+            next two, unless they are given anew.
+        checkpoint_ring: Keep the replay ring's rows in checkpoints. Without them, a resumed run
+            begins with an empty ring.
+        tensorboard: Also write an events file for TensorBoard (tensorboard_events.py). Needs the
+            package tensorboard.
     """
     if out is None and resume is None:
         raise ValueError(
@@ -80,7 +63,11 @@ def train(
     if out is not None and resume is not None:
         raise ValueError(f"out is {out} and resume is {resume}: give one of the two")
     machine = checked(machine)
-    options = dataclasses.asdict(checked(saving))
+    options = {
+        "checkpoint_every": checkpoint_every,
+        "checkpoint_ring": checkpoint_ring,
+        "tensorboard": tensorboard,
+    }
     steps = config.steps if resume and "steps" in given() else None
     config = chosen(config, bool(resume), eight_bit)
     begun = config
@@ -93,7 +80,10 @@ def train(
             out = resume
             if first:
                 folder = owned.enter_context(Folder.reopen(out, "train"))
-            begun, state = stopped_run(out, trust)
+            begun, state = checkpoint.resume(out / "checkpoint.pt", trust)
+            if isinstance(begun, list):
+                raise ValueError(f"resume is {out}, a population: train continues only single runs")
+            require_unchanged(out / "config.json", begun)
             config = with_steps(begun, steps, state)
             saved_options = read_mark(out).get("options", {})
             options |= {
@@ -101,11 +91,13 @@ def train(
                 for name in options
                 if name in saved_options and name not in given()
             }
-            Saving(**options)  # checks the options, because the mark may hold anything
             # This waits until all ranks have read the mark, before rank 0 writes it again.
             processes.all_reduce([torch.zeros(1)])
         elif first:
             require_free(out, "train", overwrite)
+        every = options["checkpoint_every"]  # of the command line, or of a mark with any text
+        if every is not None and (type(every) is not int or every < 0):
+            raise ValueError(f"checkpoint_every is {every!r}: use 0 or more")
         if options["tensorboard"]:
             require_tensorboard()
         # A run that cannot be built raises here, before anything is written or replaced.
@@ -119,7 +111,7 @@ def train(
             print(f"the run goes on to {config.steps:,} steps, not {begun.steps:,}")
         if first and not resume:
             folder = owned.enter_context(Folder.create(out, "train", options, overwrite))
-        if state and config != begun:
+        if not resume or config != begun:
             # Before config.json, which must not differ from the checkpoint if the run is killed.
             checkpoint.save(out / "checkpoint.pt", run, options["checkpoint_ring"])
         if first:
@@ -155,7 +147,7 @@ def chosen(config: ConfigOptions, resume: bool, eight_bit: bool) -> Config | Non
     return dataclasses.replace(config, **EIGHT_BIT) if eight_bit else config
 
 
-def with_steps(config: Config, steps: int | None, state: dict | None) -> Config:
+def with_steps(config: Config, steps: int | None, state: dict) -> Config:
     """A stopped run's config with another number of steps, or with its own for None.
 
     Raises ValueError for fewer than the run has done.
@@ -165,7 +157,7 @@ def with_steps(config: Config, steps: int | None, state: dict | None) -> Config:
     changed = dataclasses.replace(config, steps=steps)
     if changed.iterations == config.iterations:
         return config
-    done = len(state["history"].get("iteration", ())) if state else 0
+    done = len(state["history"].get("iteration", ()))
     if changed.iterations <= done:
         done_steps = done * config.steps_per_iteration
         raise ValueError(
@@ -173,34 +165,6 @@ def with_steps(config: Config, steps: int | None, state: dict | None) -> Config:
             f"use at least {done_steps + config.steps_per_iteration:,}, one iteration more"
         )
     return changed
-
-
-def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:
-    """The config and the state of a stopped run.
-
-    The state is None if the run was stopped before its first checkpoint. Its config is then that of
-    config.json. Otherwise it is the checkpoint's. Raises ValueError if config.json is not the same.
-    """
-    if (out / "checkpoint.pt").exists() or not (out / "config.json").exists():
-        config, state = checkpoint.resume(out / "checkpoint.pt", trust)
-        if isinstance(config, list):
-            raise ValueError(
-                f"checkpoint {out / 'checkpoint.pt'} is of a population: "
-                "train can continue only single runs"
-            )
-        require_unchanged(out / "config.json", config)
-        return config, state
-    config = read_config(out / "config.json")
-    checkpoint.require_trust(out / "config.json", config.env_id, trust)
-    return config, None
-
-
-def read_config(path: Path) -> Config:
-    """The config in a file. Raises ValueError if it holds none."""
-    try:
-        return Config.of_file(read_json(path))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def require_unchanged(path: Path, config: Config) -> None:
@@ -211,7 +175,10 @@ def require_unchanged(path: Path, config: Config) -> None:
     """
     if not path.exists():
         return
-    theirs = dataclasses.asdict(read_config(path))
+    try:
+        theirs = dataclasses.asdict(Config.of_file(json.loads(path.read_bytes())))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     edits = [
         f"{name} is {theirs[name]!r} there and {value!r} in the run"
         for name, value in dataclasses.asdict(config).items()
@@ -285,9 +252,10 @@ def write_while_training(
                 break
     if len(run.history) < run.config.iterations:
         if rank == 0:
-            at = f"step {run.history.last['steps']:,.0f} of {run.config.steps:,}"
             print(
-                f"fp8rl: interrupted at {at}: continue with train --resume {out}", file=sys.stderr
+                f"fp8rl: interrupted at step {run.history.last['steps']:,.0f} "
+                f"of {run.config.steps:,}: continue with train --resume {out}",
+                file=sys.stderr,
             )
         sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
     if rank == 0:

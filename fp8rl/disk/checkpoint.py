@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from ..bits.packed_tensors import unpack
 from ..config import Config
 from ..distribution import Categorical, Gaussian
 from ..machine import processes
@@ -50,8 +51,9 @@ def save(path: str | Path, run: Run, ring: bool = True) -> None:
         # torch raises RuntimeError while it handles the OSError of a disk that is full.
         cause = error.__context__ if isinstance(error, RuntimeError) else error
         reason = getattr(cause, "strerror", None) or str(error).splitlines()[0]
-        remedy = "make room or choose another folder"
-        raise OSError(f"checkpoint {path} cannot be written ({reason}): {remedy}") from error
+        raise OSError(
+            f"checkpoint {path} cannot be written ({reason}): make room or choose another folder"
+        ) from error
 
 
 def load(path: str | Path, trust: bool = False, **changes) -> tuple[ActorCritic, Config]:
@@ -68,14 +70,13 @@ def load(path: str | Path, trust: bool = False, **changes) -> tuple[ActorCritic,
         weights = state["model"]
         if "inputs.weight" not in weights:  # the optimizer has them
             weights = weights | _unpacked(state["optimizer"])
-        sizes = (
+        model = NETWORKS[config.encoder, "seen" in weights](
             weights["inputs.weight"].shape[1],
             len(weights["actor.weight"]),
             config.hidden_size,
             config.layers,
+            distribution=Gaussian if "spread" in weights else Categorical,
         )
-        distribution = Gaussian if "spread" in weights else Categorical
-        model = NETWORKS[config.encoder, "seen" in weights](*sizes, distribution=distribution)
         model.load_state_dict(weights)
     except (LookupError, ValueError, RuntimeError) as error:
         raise ValueError(
@@ -103,20 +104,15 @@ def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config | l
         raise ValueError(
             f"checkpoint {path} does not fit this version's config: train again"
         ) from error
-    require_trust(f"checkpoint {path}", configs[0].env_id, trust)
-    return configs if isinstance(found, list) else configs[0], state
-
-
-def require_trust(what: str | Path, env_id: str | None, trust: bool) -> None:
-    """Raises ValueError for an env_id that would import a module.
-
-    It may do so if the module is imported already, or if the user trusts the file.
-    """
-    module, _, _ = (env_id or "").rpartition(":")
+    env_id = configs[0].env_id or ""
+    module, _, _ = env_id.rpartition(":")
+    # A module that is imported runs its code, unless it has run already.
     if module and module not in sys.modules and not trust:
         raise ValueError(
-            f"{what} has env_id {env_id!r}: import {module} first, or add --trust if you trust it"
+            f"checkpoint {path} has env_id {env_id!r}: import {module} first, "
+            "or add --trust if you trust it"
         )
+    return configs if isinstance(found, list) else configs[0], state
 
 
 def _read(path: Path) -> dict:
@@ -128,20 +124,16 @@ def _read(path: Path) -> dict:
         ) from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
-        what = f"is of format {found!r}, and this version of fp8rl reads {FORMAT!r}"
-        raise ValueError(f"checkpoint {path} {what}: use the version that wrote it, or train again")
+        raise ValueError(
+            f"checkpoint {path} is of format {found!r}, and this version of fp8rl reads "
+            f"{FORMAT!r}: use the version that wrote it, or train again"
+        )
     return content
 
 
 def _unpacked(optimizer: dict) -> dict[str, torch.Tensor]:
-    """The weights that an optimizer keeps in few bits (bits/low_bit_adam.py), by name, in float32.
-
-    Each tensor of codes is multiplied by its scale.
-    """
+    """The weights that an optimizer keeps in few bits, by name, in float32."""
     (group,) = optimizer["param_groups"]
     states = [optimizer["state"][i] for i in group["params"]]
-    weights = [
-        state["weights"].float() * state.get("weights_scale", torch.ones(())).view(())
-        for state in states
-    ]
+    weights = [unpack(state["weights"], state.get("weights_scale")) for state in states]
     return dict(zip(group["param_names"], weights, strict=True))

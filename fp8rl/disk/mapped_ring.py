@@ -13,7 +13,6 @@ read it. The kernel releases the lock of a process that dies.
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import sys
@@ -23,9 +22,9 @@ import numpy as np
 import torch
 
 from ..env import STATE_BOUNDS
-from ..replay.ring import Clock, ReplayBuffer
+from ..replay.ring import Clock, ReplayBuffer, bytes_of_row
 from ..rollout import Rollout
-from .safe_files import locked, opened, read_json, told, write_whole
+from .safe_files import locked, opened, told, write_whole
 
 FORMAT = "fp8rl-ring-3"
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
@@ -151,8 +150,9 @@ class MappedRing(ReplayBuffer):
         Raises ValueError also if the ring is closed or was opened only for reading.
         """
         if not self.writable:
-            remedy = "open it with writable=True to append"
-            raise ValueError(f"the ring is closed or was opened for reading: {remedy}")
+            raise ValueError(
+                "the ring is closed or was opened for reading: open it with writable=True to append"
+            )
         super().append(rollout)
 
     def close(self) -> None:
@@ -182,13 +182,11 @@ class MappedRing(ReplayBuffer):
         if folder is None:
             super().load_state_dict(state)
         elif not self.count:
-            new = f"memmap is {self.path}, a new ring"
-            print(f"warning: {new}, and the run stored its own in {folder}", file=sys.stderr)
-
-
-def bytes_of(fields: Fields) -> dict[str, int]:
-    """Bytes of each field."""
-    return {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in fields.items()}
+            print(
+                f"warning: memmap is {self.path}, a new ring, "
+                f"and the run stored its own in {folder}",
+                file=sys.stderr,
+            )
 
 
 def require_room(folder: Path, fields: Fields) -> None:
@@ -199,7 +197,7 @@ def require_room(folder: Path, fields: Fields) -> None:
             f"memmap is {folder}, which holds files but no complete ring: "
             "choose another, or delete it"
         )
-    needed = sum(bytes_of(fields).values())
+    needed = bytes_of_row(fields)
     free = free_on_disk(folder)
     if needed > free:
         raise OSError(
@@ -211,8 +209,9 @@ def require_room(folder: Path, fields: Fields) -> None:
 def make_files(folder: Path, settings: dict, fields: Fields) -> None:
     """Reserves a file for each field, and then writes ring.json."""
     with contextlib.ExitStack() as on_error:
-        for name, size in bytes_of(fields).items():
+        for name, field in fields.items():
             path = folder / f"{name}.bin"
+            size = bytes_of_row({name: field})
             with opened(path, "xb") as file:
                 on_error.callback(path.unlink)
                 # Otherwise a full disk would kill the process at a later write.
@@ -231,7 +230,7 @@ def read_settings(folder: str | Path) -> dict:
     version.
     """
     try:
-        settings = read_json(Path(folder) / "ring.json")
+        settings = json.loads((Path(folder) / "ring.json").read_bytes())
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"memmap is {folder}, which holds no complete ring: choose another, or delete it"
@@ -242,8 +241,10 @@ def read_settings(folder: str | Path) -> dict:
         ) from error
     found = settings.get("format")
     if found != FORMAT:
-        what = f"is of format {found!r}, and this version of fp8rl reads {FORMAT!r}"
-        raise ValueError(f"memmap is {folder}, whose ring.json {what}: choose another folder")
+        raise ValueError(
+            f"memmap is {folder}, whose ring.json is of format {found!r}, and this version of "
+            f"fp8rl reads {FORMAT!r}: choose another folder"
+        )
     return settings
 
 
@@ -252,10 +253,9 @@ def require_settings(folder: Path, settings: dict) -> None:
     stored = read_settings(folder)
     for name in settings.keys() | stored.keys():
         if stored.get(name) != settings.get(name):
-            difference = f"has {name} {stored.get(name)!r} and not {settings.get(name)!r}"
             raise ValueError(
-                f"memmap is {folder}, whose ring {difference}: choose another folder, "
-                "or delete this one"
+                f"memmap is {folder}, whose ring has {name} {stored.get(name)!r} and not "
+                f"{settings.get(name)!r}: choose another folder, or delete this one"
             )
 
 

@@ -11,10 +11,6 @@ from ..replay.ring import ReplayBuffer
 from ..returns import EpisodeReturns
 from ..train import Run
 
-DOES_NOT_FIT = "the state does not fit the config: resume with the run's own config"
-# What loading the state of another config raises.
-MISFIT = (LookupError, TypeError, ValueError, RuntimeError, AttributeError)
-
 
 def restore(run: Run, state: dict, new_episodes: bool = False) -> None:
     """Restores a `state_dict` into a run that has not started.
@@ -33,9 +29,12 @@ def restore(run: Run, state: dict, new_episodes: bool = False) -> None:
     except (OSError, torch.OutOfMemoryError):
         run.close()
         raise
-    except MISFIT as error:
+    # What loading the state of another config raises.
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         run.close()
-        raise ValueError(DOES_NOT_FIT) from error
+        raise ValueError(
+            "the state does not fit the config: resume with the run's own config"
+        ) from error
     if new_episodes:
         run.returns = EpisodeReturns(run.env.num_envs, run.env.device)
         run.ring.new_episodes = True
@@ -49,8 +48,10 @@ def check_ring(ring: ReplayBuffer, state: dict | None) -> None:
         return
     if "folder" in state:
         if not ring.outlives_run:
-            where = f"the run stored its ring in {state['folder']}"
-            raise FileNotFoundError(f"memmap is None and {where}: use that folder, or a new one")
+            raise FileNotFoundError(
+                f"memmap is None and the run stored its ring in {state['folder']}: "
+                "use that folder, or a new one"
+            )
         return
     for name, field in ring.fields.items():
         types = state[name].dtype, field.dtype

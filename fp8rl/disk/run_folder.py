@@ -6,35 +6,29 @@ JSON object, with the command that made the folder and the options to continue w
 without a mark nothing is ever touched. In a folder with a mark, only the files that the command
 writes are touched.
 
-Some names are known only by a pattern. TensorBoard chooses the names of its files, which begin with
-`events.out.tfevents.`. The file of a batch that a study has begun is named after a hash of the
-batch's configs (study/batch_file.py)."""
+Some names are known only by a pattern. TensorBoard chooses the names of its files. The file of a
+batch that a study has begun is named after a hash of the batch's configs (study/batch_file.py)."""
 
 import contextlib
 import json
 import os
 from pathlib import Path
 
-from .safe_files import locked, read_json, told, write_whole
+from .safe_files import locked, told, write_whole
 
 MARK = ".fp8rl"
+EVENTS = "events.out.tfevents.*"
+BATCHES = f"batch-{'[0-9a-f]' * 12}.pt"
+# Names, or patterns of names, of the files that a command writes.
 FILES = {
-    "train": ("config.json", "metrics.csv", "checkpoint.pt", "reward_curve.png"),
-    "study": ("runs.jsonl", "results.csv", "table.md", "curves.png"),
-}
-# Patterns of further files, whose names are not known beforehand.
-PATTERNS = {
-    "train": "events.out.tfevents.*",
-    "study": f"batch-{'[0-9a-f]' * 12}.pt",
+    "train": ("config.json", "metrics.csv", "checkpoint.pt", "reward_curve.png", EVENTS),
+    "study": ("runs.jsonl", "results.csv", "table.md", "curves.png", BATCHES),
 }
 
 
-def files_in(path: Path, command: str | None) -> list[str]:
+def files_in(path: Path, command: str) -> list[str]:
     """Names of the files in a folder that a command writes."""
-    names = [name for name in FILES.get(command, ()) if (path / name).exists()]
-    if command in PATTERNS:
-        names += sorted(file.name for file in path.glob(PATTERNS[command]))
-    return names
+    return [file.name for pattern in FILES[command] for file in sorted(path.glob(pattern))]
 
 
 def read_mark(path: Path) -> dict:
@@ -44,7 +38,7 @@ def read_mark(path: Path) -> dict:
     """
     # Errors mean that there is no mark, or that this package did not write it.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        mark = read_json(path / MARK)
+        mark = json.loads((path / MARK).read_bytes())
         if isinstance(mark["options"], dict) and (path / FILES[mark["command"]][0]).exists():
             return mark
     return {}
@@ -101,11 +95,7 @@ class Folder(contextlib.ExitStack):
             # Checked again, now that no other process can fill the folder.
             require_free(path, command, overwrite)
             # Old files are removed, so that a run that fails is not mistaken for the old run.
-            replaced = read_mark(path).get("command")
-            for name in FILES.get(replaced, ()):
-                for file in (name, f"{name}.tmp"):
-                    (path / file).unlink(missing_ok=True)
-            folder.remove_matching(replaced)
+            folder.remove(*FILES.get(read_mark(path).get("command"), ()))
             folder.remember(command, options)
             on_error.pop_all()
         return folder
@@ -125,15 +115,12 @@ class Folder(contextlib.ExitStack):
             )
         return cls(path)
 
-    def remove_matching(self, command: str | None) -> None:
-        """Removes the files that a command has written under names that only a pattern tells: the
-        events of a run, or the batches that a study has begun."""
-        pattern = PATTERNS.get(command)
-        if pattern is None:
-            return
+    def remove(self, *patterns: str) -> None:
+        """Removes the files whose names fit one of the patterns, as far as they are there."""
         with self.writing():
-            for file in (*self.path.glob(pattern), *self.path.glob(f"{pattern}.tmp")):
-                file.unlink()
+            for pattern in patterns:
+                for file in (*self.path.glob(pattern), *self.path.glob(f"{pattern}.tmp")):
+                    file.unlink()
 
     def remember(self, command: str, options: dict) -> None:
         """Writes the mark."""

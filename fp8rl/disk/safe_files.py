@@ -8,7 +8,6 @@ the folder."""
 import contextlib
 import errno
 import fcntl
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,11 +43,6 @@ def locked(path: Path, mode: str, taken: str, shared: bool = False) -> IO:
     return file
 
 
-def read_json(path: Path):
-    """The value in a JSON file. Raises OSError, and ValueError if it is not JSON."""
-    return json.loads(path.read_bytes())
-
-
 @contextlib.contextmanager
 def told(what: str, remedy: str) -> Iterator[None]:
     """A context that rewords OSErrors of the system: `what`, the system's reason, then `remedy`.
@@ -69,9 +63,8 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     `write` writes to a new temporary file beside it, which is then renamed.
     """
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # a killed process may have left it
     try:
-        with opened(temporary, "xb") as file:
+        with opened(temporary, "wb") as file:  # a killed process may have left one
             write(file)
             file.flush()
             os.fsync(file.fileno())

@@ -47,8 +47,10 @@ class Machine:
         available = ["cpu", *(f"cuda:{i}" for i in range(count))]
         for field, device in self.devices.items():
             if device not in available and not (device == "cuda" and count):
-                remedy = f"choose from {', '.join(available)}"
-                raise ValueError(f"{field} is {device!r} and torch cannot use it here: {remedy}")
+                raise ValueError(
+                    f"{field} is {device!r} and torch cannot use it here: "
+                    f"choose from {', '.join(available)}"
+                )
 
     @property
     def devices(self) -> dict[str, str]:

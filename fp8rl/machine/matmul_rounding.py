@@ -81,9 +81,9 @@ def matmuls_of(config: Config) -> tuple[Matmuls, Matmuls]:
     actor = Matmuls(config.acting_precision, places.get("acting", learner.operands))
     for matmuls in (learner, actor):
         if matmuls.precision != "fp32" and (matmuls.operands or matmuls.gradients):
-            remedy = "use fp32 in precision and collect_precision"
             raise ValueError(
-                f"formats rounds matmuls, and their precision is {matmuls.precision}: {remedy}"
+                f"formats rounds matmuls, and their precision is {matmuls.precision}: "
+                "use fp32 in precision and collect_precision"
             )
     return learner, actor
 
@@ -100,41 +100,8 @@ def clips_by_learner(config: Config, learner: Matmuls, actor: Matmuls) -> bool:
     return (actor.precision, actor.operands) != (learner.precision, learner.operands)
 
 
-def roundings_of(
-    matmuls: Matmuls, shapes: list[tuple[int, int]], field: str = "precision"
-) -> list[Rounding]:
-    """The roundings of linear layers with weights of given shapes, which follow each other.
-
-    Raises ValueError if the precision is FP8 and no layer can multiply in FP8. The error names the
-    `field` of the config.
-    """
-    in_formats = matmuls.operands or matmuls.gradients
-    if PRECISIONS[matmuls.precision].forward and not in_formats:
-        if all(fp8.misfit(inputs, outputs) for outputs, inputs in shapes):
-            no_layer = "no layer can run in FP8"
-            raise ValueError(f"{field} is {matmuls.precision!r} and {no_layer}: {REMEDY}")
-    return in_sequence(matmuls, shapes)
-
-
-def roundings_of_network(
-    matmuls: Matmuls, shapes: list[tuple[int, int]], field: str = "precision"
-) -> list[Rounding]:
-    """The roundings of a network. The last two shapes are those of the heads of actor and critic.
-
-    If both heads are rounded alike, they have one Rounding, because they are computed as one layer.
-    Otherwise they have two, as for an actor in FP8 beside a critic with one output. Raises the
-    errors of `roundings_of`.
-    """
-    *encoder, actor, critic = shapes
-    with_actor = roundings_of(matmuls, [*encoder, actor], field)
-    with_critic = in_sequence(matmuls, [*encoder, critic])
-    if with_actor == with_critic:
-        return with_actor
-    return [*with_actor, with_critic[-1]]
-
-
-def in_sequence(matmuls: Matmuls, shapes: list[tuple[int, int]]) -> list[Rounding]:
-    """Like `roundings_of`, but without an error if no layer can multiply in FP8."""
+def roundings_of(matmuls: Matmuls, shapes: list[tuple[int, int]]) -> list[Rounding]:
+    """The roundings of linear layers with weights of given shapes, which follow each other."""
     precision, operands, gradients = matmuls
     if operands or gradients:
         round_operands = operands and operands.matrices
@@ -154,6 +121,27 @@ def in_sequence(matmuls: Matmuls, shapes: list[tuple[int, int]]) -> list[Roundin
         round_inputs = None if already_rounded else autocast
         roundings.append(Rounding(round_inputs, autocast, autocast, autocast))
     return roundings
+
+
+def roundings_of_network(
+    matmuls: Matmuls, shapes: list[tuple[int, int]], field: str = "precision"
+) -> list[Rounding]:
+    """The roundings of a network. The last two shapes are those of the heads of actor and critic.
+
+    If both heads are rounded alike, they have one Rounding, because they are computed as one layer.
+    Otherwise they have two, as for an actor in FP8 beside a critic with one output. Raises
+    ValueError if the precision is FP8 and no layer can multiply in FP8. The error names the `field`
+    of the config.
+    """
+    *encoder, actor, critic = shapes
+    with_actor = roundings_of(matmuls, [*encoder, actor])
+    with_critic = roundings_of(matmuls, [*encoder, critic])
+    fp8_type = TO.get(PRECISIONS[matmuls.precision].forward)
+    if fp8_type and not any(rounding.weights is fp8_type for rounding in with_actor):
+        raise ValueError(f"{field} is {matmuls.precision!r} and no layer can run in FP8: {REMEDY}")
+    if with_actor == with_critic:
+        return with_actor
+    return [*with_actor, with_critic[-1]]
 
 
 def apply(function: Callable | None, x: torch.Tensor) -> torch.Tensor:

@@ -14,12 +14,12 @@ import torch
 
 from ..bits.places import STATE, Places, places_of
 from ..config import Config
+from ..env import TensorEnv
 from ..model import ActorCritic, shapes_of
 from ..normalization import NETWORKS
 from ..precision import PRECISIONS, Precision
 from ..replay.ring import ring_bytes
-from ..tasks.environments import environment_of, normalizes_observations, sizes_of
-from ..tasks.gymnasium_env import VECTORIZATIONS
+from ..tasks.environments import normalizes_observations, sizes_of, tensor_task
 from . import hardware
 from .by_hand import NETWORKS_BY_HAND
 from .gpu.cuda_graphs import has_graphs
@@ -35,23 +35,13 @@ class Plan:
     that would not fit into this machine's memory, to learn that it does not fit.
     """
 
-    # Devices of the four parts of a run.
-    learn_device: torch.device
-    collect_device: torch.device
-    store_device: torch.device
-    evaluate_device: torch.device
-
-    # What the environments are: "cart", "task" or "gymnasium" (tasks/environments.py).
-    environment: str
-    # How Gymnasium steps the environments of the training: "sync" or "async".
-    vectorization: str
+    # Class of the environments as tensors; None if Gymnasium steps them (tasks/environments.py).
+    task: type[TensorEnv] | None
     # Environments of this process.
     num_envs: int
 
     # Class of the network: one of normalization.NETWORKS, or one that acts by hand (by_hand.py).
     network: type[ActorCritic]
-    # Precision of the policy that acts.
-    acting_precision: str
     # Whether the policy that acts is a copy of the learner's network, because it has another
     # precision or device. Likewise the policy that is evaluated, if it has another device.
     actor_is_copy: bool
@@ -75,9 +65,8 @@ class Plan:
     action_size: int
     # How the ring stores observations.
     codec: str
-    # Time steps of the replay ring, the folder in which it is (None: in memory), and its bytes.
+    # Time steps of the replay ring, and its bytes.
     ring_rows: int
-    ring_folder: str | None
     ring_bytes: int
 
 
@@ -97,13 +86,18 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
     Precision(config.precision, evaluate_device)
     places = places_of(config.formats)
     check(config, machine, places, processes)
-    require_memory(config, learn_device, processes)
+    hardware.require_room(
+        "a network with a rollout or batch",
+        bytes_of_network(config) + bytes_at_work(config) // processes,
+        "lower hidden_size, layers, num_envs, rollout_length or batch_size",
+        learn_device,
+    )
 
     # The environments, and the matrix products of the network for them.
     num_envs = config.num_envs // processes
-    environment = environment_of(config, machine.vectorization)
+    task = tensor_task(config, machine.vectorization)
     normalizes = normalizes_observations(config)
-    sizes = sizes_of(config, environment)
+    sizes = sizes_of(config, task)
     shapes = shapes_of(config, sizes.features, sizes.num_actions)
     learner, actor = matmuls_of(config)
     proximal = clips_by_learner(config, learner, actor)
@@ -112,13 +106,13 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
 
     # How the policy acts, and how iterations are launched.
     acts_by_kernel = machine.fast_forward and config.encoder == "mlp"
-    if environment == "gymnasium" or normalizes or places:
+    if task is None or normalizes or places:
         acts_by_kernel = False
     if PRECISIONS[config.acting_precision].tf32:
         acts_by_kernel = False
     one_device = learn_device == collect_device == store_device
     uses_graph = machine.graph and processes == 1 and one_device and has_graphs(learn_device)
-    if environment == "gymnasium" or normalizes or places:
+    if task is None or normalizes or places:
         uses_graph = False
 
     # The ring.
@@ -128,24 +122,21 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
         rows = config.capacity // config.num_envs
     is_fine = normalizes and sizes.obs_type == torch.float64
     codec = "fp64" if is_fine and config.codec == "fp32" else config.codec
-    ring_settings = (rows, num_envs, sizes.features, codec, sizes.action_size)
-    needed = ring_bytes(*ring_settings, proximal)
+    needed = ring_bytes(rows, num_envs, sizes.features, codec, sizes.action_size, proximal)
     if not machine.memmap:
-        remedy = "lower capacity, choose a one-byte codec, or store it in a memmap folder"
-        hardware.require_room("replay", needed, remedy, store_device)
+        hardware.require_room(
+            "replay",
+            needed,
+            "lower capacity, choose a one-byte codec, or store it in a memmap folder",
+            store_device,
+        )
 
     networks = NETWORKS | NETWORKS_BY_HAND if machine.fast_forward else NETWORKS
     actor_is_copy = config.acting_precision != config.precision or collect_device != learn_device
     return Plan(
-        learn_device=learn_device,
-        collect_device=collect_device,
-        store_device=store_device,
-        evaluate_device=evaluate_device,
-        environment=environment,
-        vectorization=machine.vectorization or "sync",
+        task=task,
         num_envs=num_envs,
         network=networks[config.encoder, normalizes],
-        acting_precision=config.acting_precision,
         actor_is_copy=actor_is_copy,
         evaluated_is_copy=evaluate_device != learn_device,
         places=places,
@@ -156,7 +147,6 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
         action_size=sizes.action_size,
         codec=codec,
         ring_rows=rows,
-        ring_folder=machine.memmap,
         ring_bytes=needed,
     )
 
@@ -175,19 +165,19 @@ def check(config: Config, machine: Machine, places: Places, processes: int) -> N
     require("memmap", only_one, "use a folder or store_device, not both")
     has_env_id = machine.vectorization is None or config.env_id is not None
     require("vectorization", has_env_id, "leave it out, it needs env_id")
-    is_known = machine.vectorization in (None, *VECTORIZATIONS)
-    require("vectorization", is_known, f"choose from {', '.join(VECTORIZATIONS)}")
     for place in places:
         require("formats", place in STATE, f"leave out {place}, which only populations round")
     if "weights" in places:
         same = config.acting_precision == config.precision
         require("collect_precision", same, "leave it out, it needs a float32 copy of the weights")
-        remedy = "leave block or mx out, a run keeps one scale for each tensor of weights"
-        require("formats", not places["weights"].block, remedy)
+        require(
+            "formats",
+            not places["weights"].block,
+            "leave block or mx out, a run keeps one scale for each tensor of weights",
+        )
     if places:
         alone = processes == 1 and one_device and machine.on("evaluate") == machine.on("learn")
-        remedy = "leave it out, or use one process, and one device for all parts"
-        require("formats", alone, remedy)
+        require("formats", alone, "leave it out, or use one process, and one device for all parts")
     if processes > 1:
         beside = f" and {processes} processes share the run"
         divides = config.num_envs % processes == 0
@@ -221,10 +211,3 @@ def bytes_at_work(config: Config, copies: int = 2) -> int:
         replayed = (config.slice_length + 1) * config.batch_size // config.slice_length
     numbers_per_row = copies * config.layers * config.hidden_size + 100
     return 4 * numbers_per_row * max(collected, replayed)
-
-
-def require_memory(config: Config, device: torch.device, processes: int) -> None:
-    """Raises MemoryError unless the network and a rollout or batch fit into a device's memory."""
-    needed = bytes_of_network(config) + bytes_at_work(config) // processes
-    remedy = "lower hidden_size, layers, num_envs, rollout_length or batch_size"
-    hardware.require_room("a network with a rollout or batch", needed, remedy, device)

@@ -34,10 +34,8 @@ def start(devices: dict[str, str] | None = None) -> None:
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 or distributed.is_initialized():
         return
-    gpus, here = (
-        torch.cuda.device_count(),
-        int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
-    )
+    gpus = torch.cuda.device_count()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     cuda = {field: device for field, device in (devices or {}).items() if device.startswith("cuda")}
     for field, device in cuda.items():
         what = f"{field} is {device!r} and {here} processes share {gpus} GPU{'s' * (gpus != 1)}"

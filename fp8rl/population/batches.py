@@ -15,7 +15,7 @@ from ..machine.plan import bytes_at_work
 from ..model import shapes_of
 from ..precision import Precision
 from ..replay.ring import ring_bytes
-from ..tasks.environments import Sizes, environment_of, sizes_of
+from ..tasks.environments import Sizes, sizes_of, tensor_task
 
 # The fields of Config in which the agents of a population may differ.
 FREE = (
@@ -62,9 +62,11 @@ def batches(configs: Iterable[Config], most: int) -> list[list[Config]]:
 
 def obstacle(config: Config) -> str | None:
     """Why a config cannot be in a population, or None if it can."""
-    if environment_of(config) == "gymnasium":
-        remedy = "train it alone, a population takes only tasks as tensors (fp8rl/tasks)"
-        return f"env_id is {config.env_id}: {remedy}"
+    if tensor_task(config) is None:
+        return (
+            f"env_id is {config.env_id}: "
+            "train it alone, a population takes only tasks as tensors (fp8rl/tasks)"
+        )
     for name in ("encoder", "normalize_obs"):
         value = getattr(config, name)
         if value not in (getattr(Config, name), False):
@@ -88,7 +90,7 @@ def require_one_population(configs: list[Config], device, at_once: int = 1) -> N
         if reason := obstacle(config):
             raise ValueError(reason)
     common = shared(configs[0])
-    sizes = sizes_of(common, environment_of(common))
+    sizes = sizes_of(common, tensor_task(common))
     for config in configs:
         learner, actor = matmuls_of(config)
         shapes = shapes_of(config, sizes.features, sizes.num_actions)
@@ -97,17 +99,20 @@ def require_one_population(configs: list[Config], device, at_once: int = 1) -> N
             roundings_of_network(matmuls, shapes, field)
         for name, value in vars(shared(config)).items():
             if value != getattr(common, name):
-                beside = f"{getattr(config, name)} beside {getattr(common, name)}"
-                raise ValueError(f"{name} is {beside}: use another population for it")
+                raise ValueError(
+                    f"{name} is {getattr(config, name)} beside {getattr(common, name)}: "
+                    "use another population for it"
+                )
     agents = len(configs)
     free = hardware.available(device) // at_once
     bytes_each = max(bytes_per_agent(config, sizes) for config in configs)
     if agents * bytes_each > free:
-        need = f"needs about {agents * bytes_each / 1e9:.1f} GB"
-        have = f"{free / 1e9:.1f} GB are free for it on {device}"
         fewer = f"use at most {free // bytes_each} agents, or " if free > bytes_each else ""
-        remedy = f"{fewer}lower hidden_size, layers, capacity or num_envs"
-        raise MemoryError(f"population of {agents} agents {need} and {have}: {remedy}")
+        raise MemoryError(
+            f"population of {agents} agents needs about {agents * bytes_each / 1e9:.1f} GB and "
+            f"{free / 1e9:.1f} GB are free for it on {device}: "
+            f"{fewer}lower hidden_size, layers, capacity or num_envs"
+        )
 
 
 def bytes_per_agent(config: Config, sizes: Sizes) -> int:

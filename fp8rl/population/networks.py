@@ -50,32 +50,14 @@ def runs_of_equal(values: list, most: int | None = None) -> list[tuple[slice, An
     return runs
 
 
-class Workspace(dict):
-    """Memory for products that are needed only for a short time.
-
-    The same memory is used again and again, because new memory would not be in the processor's
-    cache.
-    """
-
-    def product(
-        self, name, a: torch.Tensor, b: torch.Tensor, bias=None, by_column: bool = False
-    ) -> torch.Tensor:
-        """a @ b + bias of matrices [S, M, K] and [S, K, N].
-
-        For a name and a shape, the result is always in the same memory. With `by_column` it is
-        stored column after column.
-        """
-        if by_column:
-            transposed_bias = None if bias is None else bias.mT
-            return self.product(name, b.mT, a.mT, transposed_bias).mT
-        shape = (len(a), a.shape[1], b.shape[2])
-        key = name, shape
-        if key not in self:
-            # A tensor that is made in inference mode could not be written to outside it.
-            with torch.inference_mode(False):
-                self[key] = a.new_empty(shape)
-        product = torch.bmm(a, b, out=self[key])
-        return product if bias is None else product.add_(bias)
+def product(a: torch.Tensor, b: torch.Tensor, bias=None, by_column: bool = False) -> torch.Tensor:
+    """a @ b + bias of matrices [S, M, K] and [S, K, N]; with `by_column` it is stored column after
+    column."""
+    if by_column:
+        transposed_bias = None if bias is None else bias.mT
+        return product(b.mT, a.mT, transposed_bias).mT
+    result = torch.bmm(a, b)
+    return result if bias is None else result.add_(bias)
 
 
 class Agents(nn.Module):
@@ -106,8 +88,6 @@ class Agents(nn.Module):
             "learner": self._parts_of(configs),
             "actor": self._parts_of(configs, acting=True),
         }
-        self.workspace = Workspace()
-        self.passes = 0  # forward passes so far
 
     def _parts_of(
         self, configs: list[Config], acting: bool = False, most: int | None = None
@@ -155,9 +135,7 @@ class Agents(nn.Module):
             inputs = apply(rounding.inputs, x)
             weight = apply(rounding.weights, weight[agents])
             bias = apply(rounding.result, bias[agents])
-            name = (i, agents.start)
-            by_column = weight.shape[1] < inputs.shape[2]
-            y = self.workspace.product(name, inputs, weight.mT, bias, by_column)
+            y = product(inputs, weight.mT, bias, by_column=weight.shape[1] < inputs.shape[2])
             if i < encoder:
                 y = apply(rounding.result, y.relu_())
                 x = y
@@ -240,7 +218,6 @@ class Policy:
 
     def __init__(self, net: Agents, parts: list[Part]):
         self.spread = net.spread(net.theta.detach())
-        self.workspace = net.workspace
         self.agents = len(net.theta)
         *hidden, (heads, heads_bias) = net.layers
         layers = [*hidden, (heads[:, :-1], heads_bias[..., :-1])]  # without the critic's head
@@ -260,13 +237,13 @@ class Policy:
         for agents, layers in self.parts:
             x = obs[agents]
             *hidden, last = layers
-            for i, (weight, bias, rounding) in enumerate(hidden):
+            for weight, bias, rounding in hidden:
                 x = apply(rounding.inputs, x)
-                x = self.workspace.product(("acts", i), x, weight, bias).relu_()
+                x = product(x, weight, bias).relu_()
                 x = apply(rounding.result, x)
             weight, bias, rounding = last
             x = apply(rounding.inputs, x)
-            x = torch.bmm(weight, x.mT).add_(bias.mT).mT
+            x = product(x, weight.mT, bias, by_column=True)
             outputs.append(apply(rounding.result, x))
         outputs = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if self.spread is not None:
@@ -277,8 +254,7 @@ class Policy:
 class AgentsFunction(torch.autograd.Function):
     """The forward and backward pass of all agents, a few agents at a time.
 
-    Only the first rows have a gradient. The next forward pass overwrites the results that a
-    backward pass needs. The backward pass then raises RuntimeError.
+    Only the first rows have a gradient.
     """
 
     @staticmethod
@@ -287,9 +263,7 @@ class AgentsFunction(torch.autograd.Function):
 
         Only the first `learned` rows have a gradient.
         """
-        net.passes += 1
         ctx.net = net
-        ctx.number = net.passes
         ctx.learned = learned
         layers = net.layers
         ctx.results = [net.layer_results(part, obs, layers) for part in net.parts]
@@ -304,10 +278,6 @@ class AgentsFunction(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         net = ctx.net
-        if ctx.number != net.passes:
-            raise RuntimeError(
-                "another forward pass has overwritten this one's results: call backward first"
-            )
         theta_grad = torch.empty_like(net.theta)
         if net.gaussian:
             # The parameters of standard deviations, which `Agents.forward` adds to the outputs, get
@@ -319,11 +289,9 @@ class AgentsFunction(torch.autograd.Function):
             agents, roundings = part
             gradients = heads_apart(layers, roundings)
             g = grad[agents, : ctx.learned]
-            if len(gradients) == len(layers):
-                g = _backward_of_layer(ctx, encoder, g, part, results, gradients)
-            else:
-                actor, critic = g.split((net.num_actions, 1), dim=-1)
-                g = _backward_of_layer(ctx, encoder, actor, part, results, gradients)
+            heads = g.split([weight.shape[1] for weight, _ in gradients[encoder:]], dim=-1)
+            g = _backward_of_layer(ctx, encoder, heads[0], part, results, gradients)
+            for critic in heads[1:]:
                 g.add_(_backward_of_layer(ctx, encoder + 1, critic, part, results, gradients))
             for i in reversed(range(encoder)):
                 _, _, y = results[i]
@@ -344,13 +312,12 @@ def _backward_of_layer(ctx, i: int, g, part: Part, results: list, gradients: lis
     inputs = inputs[:, : ctx.learned]
     weight_grad, bias_grad = gradients[i]
     rounding = roundings[i]
-    workspace = ctx.net.workspace
     exact = g
     g = apply(rounding.gradient, g)
     by_column = inputs.shape[2] < g.shape[2]
-    product = workspace.product(("weight", i), g.mT, inputs, by_column=by_column)
-    weight_grad[agents] = apply(rounding.result, product)
+    summed_products = product(g.mT, inputs, by_column=by_column)
+    weight_grad[agents] = apply(rounding.result, summed_products)
     # With autocast, the gradient of the bias is of 16-bit numbers, too. FP8 rounds only operands.
     summed = exact if rounding.result is None else g
     bias_grad[agents] = apply(rounding.result, summed.sum(1, keepdim=True))
-    return workspace.product(("gradient", i), g, weight) if i else None
+    return product(g, weight) if i else None

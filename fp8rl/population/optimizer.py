@@ -85,7 +85,7 @@ class Adam(TensorState):
                 drawn = rng.uniform(
                     seeds, "rounding", steps_before, shape, grad.device, words=self.words
                 )
-                noise = places.split_noise(drawn)
+                noise = dict(zip(places.noisy, drawn.unbind(-2), strict=True))  # [s, P] each
             (m, m_kept), (v, v_kept) = places.moments(m, v, self.sizes, noise, limit[agents])
             theta = self.theta[agents]
             corrections = bias_correction1[agents], root_correction2[agents]

@@ -12,7 +12,6 @@ Agent k draws the same random numbers as a single Run with its config (rng.py). 
 that run learns, whatever the other agents are, except for the order in which a matmul sums.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -30,11 +29,10 @@ from ..history import History, columns_of
 from ..losses import LossCoefficients, Targets, vtrace
 from ..machine.matmul_rounding import clips_by_learner, matmuls_of
 from ..model import make_network
-from ..precision import PRECISIONS
 from ..replay.ring import ReplayBuffer
 from ..returns import EpisodeReturns, RewardScale
-from ..rollout import Collector, Rollout, check_extremes
-from ..train import PATIENCE, Learner, Parts, Run
+from ..rollout import Collector, Rollout
+from ..train import Learner, Run
 from .networks import Agents, runs_of_equal
 from .optimizer import Adam, Scales
 
@@ -284,7 +282,8 @@ class Population(Run):
         self.clips_apart = torch.tensor(clips_apart, device=device).unsqueeze(1)  # [S, 1]
         ring = PopulationRing(places, *ring_settings, proximal=any(clips_apart))
         evaluator = PopulationEvaluator(common.eval_episodes, scales.exact, make_envs)
-        super().__init__(common, Parts(collector, learner, evaluator, ring))
+        super().__init__(common, collector, learner, evaluator, ring)
+        self.precisions = [config.precision for config in configs]
         self.recorded = PopulationHistory(self.agents)
         self.returns = EpisodeReturns((self.agents, common.num_envs), device)
 
@@ -321,29 +320,6 @@ class Population(Run):
             row = row | {"learning_rate": learning_rate.squeeze(1).numpy()}
         super().record(row, measurements, numbers.reshape(-1, self.agents), seconds)
 
-    def check_rollout(self, rollout_extremes: np.ndarray) -> None:
-        """Stops the agents whose rollouts nothing can be learned from."""
-        lowest, highest = rollout_extremes.min(0), rollout_extremes.max(0)
-        with contextlib.suppress(ValueError):  # all agents at once first, which is faster
-            check_extremes([lowest[0], highest[1], lowest[2], highest[3], highest[4]])
-            return
-        for agent, of_agent in enumerate(rollout_extremes.tolist()):
-            try:
-                check_extremes(of_agent)
-            except ValueError as error:
-                self.stop(agent, str(error))
-
-    def check_learning(self, iteration: int, updates: int) -> None:
-        """Like Run.check_learning, but stops the agents that no longer learn anything."""
-        nonfinite = self.recorded.columns["nonfinite"][: iteration + 1]
-        if not np.any(nonfinite[-1]):
-            return
-        last = np.array(nonfinite[-PATIENCE:])
-        patient = (len(last) == PATIENCE) & (last.min(0) == updates)
-        has_scaler = [PRECISIONS[c.precision].loss_scale is not None for c in self.configs]
-        for agent in np.flatnonzero(np.where(has_scaler, patient, last[-1] > 0)):
-            self.stop(agent, self.not_finite(iteration, self.configs[agent].precision))
-
     def evaluate(self) -> np.ndarray:
         """Mean greedy returns, float64 [S].
 
@@ -352,15 +328,15 @@ class Population(Run):
         history = self.history
         returns = self.evaluator.evaluate(self.model)
         for agent in np.flatnonzero(~np.isfinite(returns)):
-            precision = self.configs[agent].precision
-            remedy = "fix the environment's rewards"
-            self.stop(agent, f"evaluation is not finite in {precision}: {remedy}")
+            precision = self.precisions[agent]
+            message = f"evaluation is not finite in {precision}: fix the environment's rewards"
+            self.stop(agent, ValueError(message))
             returns[agent] = -math.inf
         if len(history):
             history.columns["eval_return"][-1] = returns
         return returns
 
-    def stop(self, agent: int, reason: str) -> None:
-        """Stops an agent: it takes no more steps, for this reason."""
+    def stop(self, agent: int, error: Exception) -> None:
+        """Stops an agent: it takes no more steps, for the reason that the error tells."""
         self.learner.precision.stopped[agent] = True
-        self.recorded.failures[agent] = self.recorded.failures[agent] or reason
+        self.recorded.failures[agent] = self.recorded.failures[agent] or str(error)

@@ -60,22 +60,6 @@ def is_dropped_by_clip(ratio: torch.Tensor, advantage: torch.Tensor) -> torch.Te
     return too_likely | too_unlikely
 
 
-def mismatch_weight(
-    correction: str, log_ratio: torch.Tensor, advantage: torch.Tensor
-) -> torch.Tensor:
-    """The factor of each token by which a correction accounts for mu, float32 [T, S, B].
-
-    `log_ratio`  log pi_0 - log mu, [T, S, B]: T tokens, S policies, B sequences
-    `advantage`  [S, B]
-
-    Raises ValueError for a correction that does not exist.
-    """
-    if correction not in CORRECTIONS:
-        raise ValueError(f"correction is {correction!r}: choose from {', '.join(CORRECTIONS)}")
-    weight, _, _ = weigh(CORRECTIONS[correction], log_ratio, advantage, dim=0)
-    return weight
-
-
 def gradient_factor(
     correction: str,
     logp: torch.Tensor,
@@ -85,6 +69,8 @@ def gradient_factor(
 ) -> torch.Tensor:
     """The factor of each token's gradient, float32 [T, S, B], without gradient itself.
 
+    T are tokens, S policies, B sequences. `correction` is a name of CORRECTIONS.
+
     `logp`        log-probabilities under the learner as it is now, pi
     `first_logp`  log-probabilities under the learner at the time of the rollout, pi_0
     `actor_logp`  log-probabilities under the policy that wrote the sequences, mu
@@ -92,6 +78,7 @@ def gradient_factor(
     """
     old_logp = actor_logp if correction == "clip" else first_logp
     ratio = (logp - old_logp).exp()
-    weight = mismatch_weight(correction, first_logp - actor_logp, advantage)
+    # How the correction accounts for mu
+    weight, _, _ = weigh(CORRECTIONS[correction], first_logp - actor_logp, advantage, dim=0)
     factor = weight * ratio * advantage
     return torch.where(is_dropped_by_clip(ratio, advantage), 0, factor)

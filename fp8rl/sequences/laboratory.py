@@ -78,27 +78,30 @@ class Horizon(NamedTuple):
 def check(setting: Setting, seeds: list[int]) -> None:
     """Raises ValueError, with the name of the field and the fix, for a setting that cannot be
     trained."""
-    if setting.network not in NETWORKS:
-        raise ValueError(f"network is {setting.network!r}: choose from {', '.join(NETWORKS)}")
-    if not 1 <= setting.right_tokens < setting.vocabulary:
-        raise ValueError(
-            f"right_tokens is {setting.right_tokens}: use 1 to {setting.vocabulary - 1}, less than "
-            "the vocabulary"
-        )
-    if setting.batch % setting.prompts or setting.batch < 2 * setting.prompts:
-        raise ValueError(
-            f"batch is {setting.batch}: use a multiple of prompts, {setting.prompts}, of at least "
-            "two sequences each"
-        )
-    for name in ("length", "updates", "updates_per_rollout", "minibatches", "units", "prompts"):
-        if getattr(setting, name) < 1:
-            raise ValueError(f"{name} is {getattr(setting, name)}: use at least 1")
-    if setting.batch % setting.minibatches:
-        raise ValueError(
-            f"minibatches is {setting.minibatches}: use a divisor of batch, {setting.batch}"
-        )
-    if not 0 < setting.start < 1:
-        raise ValueError(f"start is {setting.start}: use a share between 0 and 1")
+    sizes = ("length", "updates", "updates_per_rollout", "minibatches", "units", "prompts")
+    rules = [(name, getattr(setting, name) >= 1, "use at least 1") for name in sizes]
+    rules += [
+        ("network", setting.network in NETWORKS, f"choose from {', '.join(NETWORKS)}"),
+        (
+            "right_tokens",
+            1 <= setting.right_tokens < setting.vocabulary,
+            f"use 1 to {setting.vocabulary - 1}, less than the vocabulary",
+        ),
+        (
+            "batch",
+            setting.batch >= 2 * setting.prompts and setting.batch % max(1, setting.prompts) == 0,
+            f"use a multiple of prompts, {setting.prompts}, of at least two sequences each",
+        ),
+        (
+            "minibatches",
+            setting.batch % max(1, setting.minibatches) == 0,
+            f"use a divisor of batch, {setting.batch}",
+        ),
+        ("start", 0 < setting.start < 1, "use a share between 0 and 1"),
+    ]
+    for name, is_good, remedy in rules:
+        if not is_good:
+            raise ValueError(f"{name} is {getattr(setting, name)!r}: {remedy}")
     if not seeds:
         raise ValueError("seeds is empty: give at least one")
 
@@ -187,8 +190,9 @@ class Laboratory:
         self.arms = arms
         for arm in arms:
             if arm.correction not in CORRECTIONS:
-                known = ", ".join(CORRECTIONS)
-                raise ValueError(f"correction is {arm.correction!r}: choose from {known}")
+                raise ValueError(
+                    f"correction is {arm.correction!r}: choose from {', '.join(CORRECTIONS)}"
+                )
             if not 0 < arm.top_p <= 1:
                 raise ValueError(f"top_p is {arm.top_p}: use a share above 0, and 1 for all tokens")
         policies, task = start or pretrained(setting, seeds)

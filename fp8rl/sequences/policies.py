@@ -56,7 +56,8 @@ class Policies:
     """The base class of both networks: parameters [S, ...] by name, embeddings, and the loop that
     writes.
 
-    Weights whose names begin with `HIDDEN` are those of hidden layers.
+    Weights whose names begin with `HIDDEN` are those of hidden layers. A network defines `shapes`,
+    `new_cache`, `step` and `all_log_probs`.
     """
 
     HIDDEN: tuple[str, ...]
@@ -81,7 +82,6 @@ class Policies:
     @staticmethod
     def shapes(vocabulary: int, prompts: int, units: int) -> dict:
         """The shape and the initial standard deviation of each parameter of one policy, by name."""
-        raise NotImplementedError
 
     def repeated(self, arms: int) -> "Policies":
         """Copies of these policies for each arm, one arm after the other, ready to be trained."""
@@ -141,11 +141,9 @@ class Policies:
 
     def new_cache(self, length: int, prompt_input: torch.Tensor) -> list[torch.Tensor]:
         """What `step` keeps of earlier steps, before the first of `length` steps."""
-        raise NotImplementedError
 
     def step(self, t: int, x: torch.Tensor, cache: list, weights: dict, rounding: Rounding):
         """The logits [S, B, V] of step t from its input [S, B, H], and changes the cache."""
-        raise NotImplementedError
 
     def log_probs(self, tokens, prompt, rounding: Rounding = FLOAT32) -> torch.Tensor:
         """Log-probabilities of the tokens [T, S, B] under these policies, with gradient."""
@@ -178,40 +176,27 @@ class RecurrentPolicies(Policies):
     def step(self, t, x, cache, weights, rounding):
         hidden = torch.tanh(torch.baddbmm(x, cache[0], weights["recurrent"]))
         cache[0] = rounding.matmul_input(hidden)
-        head_input = rounding.other(hidden) if rounding.rounds_inputs_otherwise else cache[0]
+        head_input = rounding.other(hidden)
         return rounding.other(torch.baddbmm(weights["head_bias"], head_input, weights["head"]))
-
-    def layer_inputs(self, tokens, prompt, rounding: Rounding) -> torch.Tensor:
-        """The part of each step's input that comes from the token before, the prompt and the bias,
-        [T, S, B, H]."""
-        prompt_input = self.embedded_prompt(prompt, rounding)
-        embedded = self.embedded_tokens(tokens[:-1], rounding)
-        first = embedded.new_zeros(1, *prompt_input.shape)
-        return torch.cat([first, embedded]) + prompt_input
 
     @float32_matmuls()
     def all_log_probs(self, tokens, prompt, rounding: Rounding = FLOAT32) -> torch.Tensor:
         """Log-probabilities of the whole vocabulary at each step, [T, S, B, V], with gradient."""
         weights = self.rounded_weights(rounding)
-        inputs = self.layer_inputs(tokens, prompt, rounding)
-        hidden = recurrence(inputs, weights["recurrent"], rounding)
+        prompt_input = self.embedded_prompt(prompt, rounding)  # with the bias
+        embedded = self.embedded_tokens(tokens[:-1], rounding)
+        first = embedded.new_zeros(1, *prompt_input.shape)
+        state = torch.zeros_like(prompt_input)
+        states = []
+        for layer_input in torch.cat([first, embedded]) + prompt_input:
+            # The gradient of the rounding passes straight through.
+            state_input = rounding.straight_through(rounding.matmul_input, state)
+            state = torch.tanh(torch.baddbmm(layer_input, state_input, weights["recurrent"]))
+            states.append(state)
+        hidden = torch.stack(states)  # [T, S, B, H]
         head_input = rounding.straight_through(rounding.other, hidden)
         logits = torch.matmul(head_input, weights["head"]) + weights["head_bias"]
         return rounding.straight_through(rounding.other, logits).log_softmax(-1)
-
-
-def recurrence(layer_inputs, recurrent, rounding: Rounding) -> torch.Tensor:
-    """All states h[t] = tanh(x[t] + U q(h[t-1])), [T, S, B, H].
-
-    q is the rounding of a matmul's input; its gradient passes straight through.
-    """
-    hidden = []
-    state = torch.zeros_like(layer_inputs[0])
-    for layer_input in layer_inputs:
-        state_input = rounding.straight_through(rounding.matmul_input, state)
-        state = torch.tanh(torch.baddbmm(layer_input, state_input, recurrent))
-        hidden.append(state)
-    return torch.stack(hidden)
 
 
 def normalized(x: torch.Tensor) -> torch.Tensor:

@@ -43,11 +43,6 @@ class Rounding:
                 self.groups.append((slice(first, end), name))
             first = end
 
-    @property
-    def rounds_inputs_otherwise(self) -> bool:
-        """Whether `matmul_input` and `other` differ for any policy."""
-        return any(name == "fp8" for _, name in self.groups)
-
     def matmul_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Rounds weights [S, inputs, outputs] of a hidden layer."""
         return self._rounded(weight, lambda x: rounded_to_e4m3(x, 1))

@@ -10,6 +10,8 @@ rewarded in this way for problems whose answer can be checked. One wrong token a
 everything.
 """
 
+import copy
+
 import torch
 
 LAG = 2
@@ -37,9 +39,7 @@ class PermutationTask:
 
     def repeated(self, arms: int) -> "PermutationTask":
         """The same tasks for several arms of an experiment, one arm after the other."""
-        task = object.__new__(PermutationTask)
-        task.vocabulary = self.vocabulary
-        task.right_tokens = self.right_tokens
+        task = copy.copy(self)
         task.permutation = self.permutation.repeat(arms, 1, 1)
         return task
 

@@ -10,6 +10,7 @@ float32, so 11 MB for 30 agents of the default capacity, which are written in a 
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import time
@@ -18,7 +19,6 @@ from pathlib import Path
 from ..build import build, build_population
 from ..config import Config
 from ..disk import checkpoint
-from ..disk.restore import restore
 from ..machine import hardware
 from ..train import Run
 
@@ -26,13 +26,16 @@ SECONDS = 60  # between two times that a batch is saved
 
 
 class BatchFile:
-    """The file of a batch in a study's folder, named after the batch's configs."""
+    """The file of a batch in a study's folder, named after the batch's configs.
 
-    def __init__(self, folder: Path, configs: list[Config]):
+    Without a folder there is no file: the batch is new, and is never saved.
+    """
+
+    def __init__(self, folder: Path | None, configs: list[Config]):
         fields = [dataclasses.asdict(config) for config in configs]
         digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
         self.configs = configs
-        self.path = folder / f"batch-{digest[:12]}.pt"
+        self.path = folder and folder / f"batch-{digest[:12]}.pt"
         self.saved_at = time.monotonic()
 
     def built(self, alone: bool) -> Run:
@@ -40,25 +43,26 @@ class BatchFile:
 
         Raises ValueError for a file that cannot be read, or that is the file of other agents.
         """
-        if not self.path.exists():
-            return build(self.configs[0]) if alone else build_population(self.configs)
+        make = functools.partial(build_population, self.configs)
+        if alone:
+            make = functools.partial(build, self.configs[0])
+        if self.path is None or not self.path.exists():
+            return make()
         try:
             # Trusted, because the command line names the task, and the configs must be the same.
             found, state = checkpoint.resume(self.path, trust=True)
             if found != (self.configs[0] if alone else self.configs):
                 raise ValueError(f"checkpoint {self.path} is of other agents")
-            if alone:
-                return build(self.configs[0], state=state)
-            population = build_population(self.configs)
-            restore(population, state)
-            return population
+            return make(state=state)
         except ValueError as error:
-            what = f"{self.path.name} cannot be continued ({error})"
-            raise ValueError(f"{what}: delete it, and its agents begin again") from error
+            raise ValueError(
+                f"{self.path.name} cannot be continued ({error}): "
+                "delete it, and its agents begin again"
+            ) from error
 
     def is_due(self) -> bool:
         """Whether it is time to save the batch."""
-        return time.monotonic() - self.saved_at > SECONDS
+        return self.path is not None and time.monotonic() - self.saved_at > SECONDS
 
     def save(self, run: Run) -> None:
         """Writes the state of a run or population, unless memory has no room for the copy of the

@@ -19,7 +19,7 @@ from ..disk.safe_files import opened
 from ..history import History
 from ..precision import Precision
 from ..tasks.by_id import TASKS, task_of
-from ..tasks.gymnasium_env import gymnasium_id, interface_of
+from ..tasks.gymnasium_env import GymEnv, gymnasium_id
 from .statistics import bootstrap_interval, iqm
 
 THRESHOLD = float(gymnasium.spec("fp8rl/CustomEnv-v0").reward_threshold)  # the cart's
@@ -79,8 +79,7 @@ class Comparison:
         acting = self.collect_precision
         for name in self.precisions:
             if acting and name != acting:
-                arm = f"{name} acting in {acting}"
-                arms[arm] = runs(precision=name, collect_precision=acting)
+                arms[f"{name} acting in {acting}"] = runs(precision=name, collect_precision=acting)
         if self.controls:
             first = self.precisions[0]
             arms[f"control: {first}, other seeds"] = runs(
@@ -102,7 +101,7 @@ def threshold_of(env_id: str | None) -> float:
     if task and env_id not in TASKS:  # a task of one's own
         found = getattr(task, "reward_threshold", None)
     else:
-        interface_of(env_id)  # says why, if it cannot be made
+        GymEnv(env_id, 1).close()  # says why, if it cannot be made
         spec = gymnasium.registry.get(gymnasium_id(env_id))
         found = spec and spec.reward_threshold
     if found is None:
@@ -170,6 +169,8 @@ def summarize(
     first evaluation that reached the threshold, NaN if none did."""
     first = history.first_step_at(threshold)
     reached = history.column("steps") == first
+    returns = history.column("train_return")
+    returns = returns[~np.isnan(returns)]  # of the iterations in which an episode ended
     return {
         "arm": arm or config.precision,
         "precision": config.precision,
@@ -177,7 +178,7 @@ def summarize(
         "seed": config.seed,
         "final_return": -math.inf if history.failure else history.final_return,
         "area": float(history.evaluations()[1].mean()),
-        "train_return": mean_train_return(history),
+        "train_return": float(returns.mean()) if len(returns) else math.nan,
         "first_step_at_threshold": first,
         "seconds_to_threshold": float(history.column("seconds")[reached][0])
         if reached.any()
@@ -185,13 +186,6 @@ def summarize(
         "train_seconds": history.last["seconds"],
         "failure": history.failure or "",
     }
-
-
-def mean_train_return(history: History) -> float:
-    """The mean return of a run's training episodes, or NaN if there is none."""
-    returns = history.column("train_return")
-    returns = returns[~np.isnan(returns)]
-    return float(returns.mean()) if len(returns) else math.nan
 
 
 def stack(

@@ -11,7 +11,7 @@ unpickled here. So connect only to a cluster that nobody but its users can reach
 import collections
 import contextlib
 import logging
-import re
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 
@@ -49,9 +49,9 @@ class Cluster(Executor):
     `threads`: how many batches the workers that are there train at once.
     `threads_by_host`: the same, by machine.
     `processors`: the kinds of processor that they have.
-    `warnings`: what the user should know of them, a line each.
 
-    Raises ValueError if the scheduler or a worker has another version of fp8rl or torch.
+    Warns of workers with several threads, and of several kinds of processor. Raises ValueError if
+    the scheduler or a worker has another version of fp8rl or torch.
     """
 
     require_wanted = staticmethod(require_wanted)
@@ -62,27 +62,25 @@ class Cluster(Executor):
         self._executor = client.get_executor(pure=False)
         self.processors = sorted(set(client.run(own_processor).values()))
         self.threads_by_host = collections.Counter()
-        self.warnings = []
         for address, worker in client.scheduler_info(n_workers=-1)["workers"].items():
             self.threads_by_host[worker["host"]] += worker["nthreads"]
             if worker["nthreads"] > 1:
-                self.warnings.append(
+                warnings.warn(
                     f"the Dask worker {address} has {worker['nthreads']} threads, which wait for "
-                    "each other: start it with --nthreads 1"
+                    "each other: start it with --nthreads 1",
+                    stacklevel=2,
                 )
         self.threads = self.threads_by_host.total()
         if len(self.processors) > 1:
-            self.warnings.append(
+            warnings.warn(
                 "the Dask workers have several kinds of processor "
                 f"({'; '.join(self.processors)}): the last bits of an agent's numbers depend on "
-                "which of them trains it"
+                "which of them trains it",
+                stacklevel=2,
             )
 
     def submit(self, function: Callable, /, *arguments) -> Future:
         return self._executor.submit(function, *arguments)
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._executor.shutdown(wait and not cancel_futures)
 
 
 def require_same_versions(versions: dict[str, dict]) -> None:
@@ -111,9 +109,9 @@ def require_same_versions(versions: dict[str, dict]) -> None:
 def dask_cluster(address: str) -> Iterator[Cluster]:
     """The cluster whose scheduler has this address, until the end of the block.
 
-    Raises ValueError if the package distributed is missing, or for what is no address or a process
-    of another version; OSError if no scheduler answers or no worker is there; ChildProcessError if
-    a batch was given up.
+    Raises ValueError if the package distributed is missing, or for a process of another version;
+    OSError for what is no address, if no scheduler answers or if no worker is there;
+    ChildProcessError if a batch was given up.
     """
     try:
         import distributed
@@ -122,11 +120,6 @@ def dask_cluster(address: str) -> Iterator[Cluster]:
             f"scheduler is given, and the package distributed cannot be imported ({error}): "
             "pip install distributed, or leave the scheduler out"
         ) from error
-    if not re.fullmatch(r"(tcp|tls)://[^/]+:\d+", address):
-        raise ValueError(
-            f"scheduler is {address!r}: use an address such as tcp://192.168.0.2:8786, "
-            "which dask scheduler prints"
-        )
     # It would print tracebacks of what is raised as well
     logging.getLogger("distributed.client").setLevel(logging.CRITICAL + 1)
     with contextlib.ExitStack() as stack:
@@ -134,10 +127,10 @@ def dask_cluster(address: str) -> Iterator[Cluster]:
             client = distributed.Client(address, timeout=PATIENCE, set_as_default=False)
             stack.enter_context(client)
             client.wait_for_workers(1, timeout=PATIENCE)
-        # TypeError where tls has no certificates
-        except (OSError, distributed.TimeoutError, TypeError) as error:
+        # ValueError for what is no address, TypeError where tls has no certificates
+        except (OSError, distributed.TimeoutError, ValueError, TypeError) as error:
             raise ConnectionError(
-                f"scheduler is {address}, where none answers or no worker is "
+                f"scheduler is {address!r}, where none answers or no worker is "
                 f"({' '.join(str(error).split())}): start it with dask scheduler, and workers with "
                 f"dask worker {address} --nthreads 1"
             ) from error

@@ -5,7 +5,7 @@ in dash and marker, for print.
 """
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import cycle
 
 import numpy as np
@@ -180,41 +180,12 @@ def study(
 
 
 def name_lines(ax: Axes, size: float = 8) -> Axes:
-    """Names the lines to the right of the axes, in their colours: each at the height of its end,
-    and apart from the others where ends are close. Call it last, because it needs the limits of the
-    axes."""
+    """Names the lines to the right of the axes, in their colours, in the order of their ends."""
     lines = [line for line in ax.lines if not line.get_label().startswith("_")]
-    ax.get_ylim()  # brings the limits up to date
-    lines.sort(key=lambda line: line.get_ydata()[-1])
-    ends = [ax.transData.transform(line.get_xydata()[-1])[1] for line in lines]
-    heights = spread(ends, least=1.3 * size * ax.figure.dpi / 72)
-    for line, height in zip(lines, heights, strict=True):
-        fraction = ax.transAxes.inverted().transform((0, height))[1]
-        at = {"xycoords": "axes fraction", "ha": "left", "va": "center"}
-        look = {"color": line.get_color(), "fontsize": size, "annotation_clip": False}
-        ax.annotate(line.get_label(), (1.01, fraction), **at, **look)
+    lines.sort(key=lambda line: line.get_ydata()[-1], reverse=True)
+    at = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    ax.legend(handles=lines, fontsize=size, labelcolor="linecolor", frameon=False, **at)
     return ax
-
-
-def spread(positions: Sequence[float], least: float) -> list[float]:
-    """Ascending positions, moved as little as possible until neighbours are `least` apart.
-
-    Positions that are too close become a group around its middle, which may then touch another.
-    """
-    groups: list[list[float]] = []
-    for position in positions:
-        groups.append([position])
-        while len(groups) > 1:
-            below, above = groups[-2:]
-            room = (len(below) + len(above)) / 2 * least
-            if np.mean(above) - np.mean(below) >= room:
-                break
-            groups[-2:] = [below + above]
-    return [
-        float(np.mean(group)) + least * (k - (len(group) - 1) / 2)
-        for group in groups
-        for k in range(len(group))
-    ]
 
 
 def intervals(

@@ -39,7 +39,6 @@ from pathlib import Path
 import psutil
 from tqdm.auto import tqdm
 
-from ..build import build, build_population
 from ..config import Config
 from ..history import History
 from ..machine.hardware import cores, keep_freed_memory, one_core
@@ -59,7 +58,7 @@ Batch = tuple[Callable[[Config], History] | None, list[Config]]
 def run(config: Config) -> History:
     """Trains one config alone, without a progress bar. A run that fails ends with minus infinity,
     and its history tells why."""
-    (history,) = _train(True, [config])
+    (history,) = _train(True, BatchFile(None, [config]))
     return history
 
 
@@ -112,7 +111,6 @@ def run_batches(
     tasks = [(each, batch) for each, batch in tasks if any(config not in done for config in batch)]
     if not tasks:
         return
-    agents = sum(len(batch) for _, batch in tasks)
     steps = [0.0] * len(tasks)  # of each batch
     total = sum(steps_of(batch) for _, batch in tasks)
     waiting: dict[Future, int] = {}  # the number of the batch
@@ -121,14 +119,23 @@ def run_batches(
             steps = multiprocessing.get_context("forkserver").RawArray("d", steps)
             processes = min(workers or cores(), cores(), len(tasks))
             executor = on_exit.enter_context(LocalProcesses(processes, steps))
-        require_wanted = getattr(executor, "require_wanted", None)
         try:
             for number, (each, batch) in enumerate(tasks):
-                task = (train_batch, each, batch, number, folder, require_wanted)
-                waiting[executor.submit(*task)] = number
-            name = f"{agents} agents"
+                future = executor.submit(
+                    train_batch,
+                    each,
+                    batch,
+                    number,
+                    folder,
+                    getattr(executor, "require_wanted", None),
+                )
+                waiting[future] = number
             with tqdm(
-                desc=name, total=total, unit="step", unit_scale=True, disable=not progress
+                desc=f"{sum(len(batch) for _, batch in tasks)} agents",
+                total=total,
+                unit="step",
+                unit_scale=True,
+                disable=not progress,
             ) as bar:
                 while waiting:
                     finished = next_results(waiting)
@@ -242,22 +249,19 @@ def train_batch(
             (config,) = configs
             return [each(config)]
         has_folder = folder is not None and folder.is_dir()
-        file = BatchFile(folder, configs) if has_folder else None
-        return _train(each is run, configs, number, file, require_wanted)
+        file = BatchFile(folder if has_folder else None, configs)
+        return _train(each is run, file, number, require_wanted)
 
 
 def _train(
     alone: bool,
-    configs: list[Config],
+    file: BatchFile,
     number: int = 0,
-    file: BatchFile | None = None,
     require_wanted: Callable[[], None] | None = None,
 ) -> list[History]:
-    """Trains a batch in its file, or in none: one config `alone`, or a population."""
-    if file is not None:
-        made = file.built(alone)
-    else:
-        made = build(configs[0]) if alone else build_population(configs)
+    """Trains the batch of a file: one config `alone`, or a population."""
+    made = file.built(alone)
+    configs = file.configs
     try:
         with contextlib.closing(iterate(made)) as iterations:
             for _ in iterations:
@@ -265,7 +269,7 @@ def _train(
                     _steps[number] = made.recorded.last["steps"] * len(configs)
                 if require_wanted is not None:
                     require_wanted()
-                if file is not None and file.is_due():
+                if file.is_due():
                     file.save(made)
     except (ValueError, FloatingPointError, EnvironmentFailed) as error:
         if not alone:

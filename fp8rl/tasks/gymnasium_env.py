@@ -8,12 +8,12 @@ An environment of your own is named as in `gymnasium.make`: "my_module:MyEnv-v0"
 registers it. A class that is not registered is named "my_module:MyEnv" (`gymnasium_id`)."""
 
 import contextlib
+import functools
 import signal
 import threading
 import traceback
 import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 import gymnasium
 import numpy as np
@@ -25,9 +25,6 @@ from ..state import TensorState
 from .by_id import import_module_of, split_id, task_of
 
 VECTORIZATIONS = ("sync", "async")
-# Interfaces by name, each with its registration in Gymnasium, because a name may be registered
-# again.
-KNOWN: dict[str, tuple] = {}
 
 
 def one_line(thing) -> str:
@@ -64,16 +61,6 @@ def where_raised(error: Exception) -> str:
     return ""
 
 
-def flattens(space: gymnasium.Space) -> bool:
-    """Whether a space of observations becomes flat features.
-
-    A Discrete space becomes one feature for each value, which is 1 for the present value and 0 for
-    the others. A Tuple or a Dict becomes the features of its parts. A Box stays as it is, because
-    the network is not one for images.
-    """
-    return not isinstance(space, Box) and space.is_np_flattenable
-
-
 class ShapeCheck(gymnasium.ObservationWrapper):
     """An environment whose observations must have the shape of their space.
 
@@ -89,8 +76,14 @@ class ShapeCheck(gymnasium.ObservationWrapper):
 
 
 def flat(env: gymnasium.Env) -> gymnasium.Env:
-    """Wraps an environment, so that its observations are flat features where they can be."""
-    if flattens(env.observation_space):
+    """Wraps an environment, so that its observations are flat features where they can be.
+
+    A Discrete space becomes one feature for each value, which is 1 for the present value and 0 for
+    the others. A Tuple or a Dict becomes the features of its parts. A Box stays as it is, because
+    the network is not one for images.
+    """
+    space = env.observation_space
+    if not isinstance(space, Box) and space.is_np_flattenable:
         env = gymnasium.wrappers.FlattenObservation(env)
     return ShapeCheck(env)
 
@@ -109,21 +102,6 @@ def children_ignore_interrupts():
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-class Interface(NamedTuple):
-    """Everything that training needs to know about a Gymnasium environment.
-
-    `actions` is the first of its discrete actions, or the lowest and highest values of its
-    continuous actions, [A] each in the space's type. `obs_type` is the type of its observations:
-    float32 if that holds them.
-    """
-
-    bounds: tuple[tuple[float, ...], tuple[float, ...]]
-    num_actions: int
-    actions: int | tuple[np.ndarray, np.ndarray]
-    max_steps: int
-    obs_type: torch.dtype
 
 
 def gymnasium_id(env_id: str) -> str:
@@ -178,60 +156,30 @@ def why_not_made(env_id: str, error: Exception) -> str:
             f"which Gymnasium cannot make ({one_line(error).rstrip('.')}): register it first, "
             "or name the module that does, as in my_module:MyEnv-v0 or my_module:MyEnv"
         )
-    what = f"{type(error).__name__}: {one_line(error)}{where_raised(error)}"
-    remedy = "fix its class, whose __init__ must not need arguments"
-    return f"which raises when it is made ({what}): {remedy}"
+    return (
+        f"which raises when it is made ({type(error).__name__}: {one_line(error)}"
+        f"{where_raised(error)}): fix its class, whose __init__ must not need arguments"
+    )
 
 
-def interface_of(env_id: str) -> Interface:
-    """The interface of an environment. Without a time limit it gets 10,000 steps, with a warning.
+def bounds_of(env_id: str, space: gymnasium.Space) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The lowest and highest values of each feature of an observation.
 
-    Raises ValueError if Gymnasium cannot make the environment, or if the agent cannot learn in it.
-    Observations must be a flat Box with features, or become one (`flattens`). Actions must be
-    Discrete, with 2 to 256 actions, or a flat Box of bounded floating-point numbers.
+    Raises ValueError for a space that is no flat Box with features.
     """
-    name = gymnasium_id(env_id)
-    spec, known = KNOWN.get(name, (None, None))
-    if spec and spec is gymnasium.registry.get(name):
-        return known
-    try:
-        env = gymnasium.make(name)
-    except Exception as error:  # whatever the environment's own code raises
-        raise ValueError(f"env_id is {env_id!r}, {why_not_made(env_id, error)}") from error
-    env.close()
-    observations = env.observation_space
-    if flattens(observations):
-        observations = gymnasium.spaces.flatten_space(observations)
-    is_box = isinstance(observations, Box)
-    if not is_box or len(observations.shape) != 1 or not observations.shape[0]:
+    if not isinstance(space, Box) or len(space.shape) != 1 or not space.shape[0]:
         raise ValueError(
-            f"env_id is {env_id!r}, whose observations are {one_line(observations)}, not a flat "
+            f"env_id is {env_id!r}, whose observations are {one_line(space)}, not a flat "
             "Box of features: register it wrapped in FlattenObservation or TransformObservation "
             "of gymnasium.wrappers"
         )
-    low = tuple(observations.low.astype(float).tolist())
-    high = tuple(observations.high.astype(float).tolist())
-    limit = env.spec.max_episode_steps or 10_000
-    # float32 holds whole numbers up to 2^24.
-    is_held = np.can_cast(observations.dtype, np.float32) or (
-        observations.dtype.kind in "iu" and max(map(abs, low + high)) <= 2**24
-    )
-    obs_type = torch.float32 if is_held else torch.float64
-    known = Interface((low, high), *actions_of(env_id, env.action_space), limit, obs_type)
-    if env.spec.max_episode_steps is None:
-        warnings.warn(
-            f"env_id is {env_id!r}, without a time limit, so an evaluation takes up to {limit:,} "
-            "steps: register it with max_episode_steps",
-            stacklevel=2,
-        )
-    KNOWN[name] = gymnasium.registry.get(name), known
-    return known
+    return tuple(space.low.astype(float).tolist()), tuple(space.high.astype(float).tolist())
 
 
 def actions_of(
     env_id: str, space: gymnasium.Space
 ) -> tuple[int, int | tuple[np.ndarray, np.ndarray]]:
-    """The fields `num_actions` and `actions` of an Interface.
+    """The attributes `num_actions` and `actions` of a GymEnv.
 
     Raises ValueError for a space that a policy cannot act in.
     """
@@ -249,39 +197,36 @@ def actions_of(
     )
 
 
-def require_renderable(env_id: str) -> float:
-    """The frames per second of an environment, which must be able to render arrays of pixels.
-
-    Raises ValueError, with the environment's reason, if it cannot. The environment is made, reset
-    and rendered to find out, because the package that draws it may be missing.
-    """
-    name = gymnasium_id(env_id)
-    try:
-        env = gymnasium.make(name, render_mode="rgb_array")
-        with contextlib.closing(env):
-            env.reset(seed=0)
-            frame = np.asarray(env.render())
-        if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
-            raise ValueError(f"its picture is {frame.dtype}{list(frame.shape)}")
-    except Exception as error:  # whatever the environment's own code raises
-        reason = one_line(error) or type(error).__name__
-        raise ValueError(
-            f"env_id is {env_id!r}, which cannot be rendered ({reason}): leave out film"
-        ) from error
-    return env.metadata.get("render_fps") or 25
+@functools.cache  # warns once
+def without_limit(env_id: str) -> int:
+    """The time limit of an environment that has none itself. Warns of it."""
+    steps = 10_000
+    warnings.warn(
+        f"env_id is {env_id!r}, without a time limit, so an evaluation takes up to {steps:,} "
+        "steps: register it with max_episode_steps",
+        stacklevel=3,
+    )
+    return steps
 
 
 class GymEnv(TensorState):
     """N copies of a Gymnasium environment on the CPU, with tensors on `device`.
 
-    It takes the place of a TensorEnv. Environment i is seeded with `seed` + i.
+    It takes the place of a TensorEnv. Environment i is seeded with `seed` + i. Without a time limit
+    it gets one of 10,000 steps, with a warning.
 
     `vectorization`  sync: one after the other in this process; async: each in its own process
     `render_mode`    "rgb_array", if `render` is to be called
 
-    Raises ValueError for an environment that the agent cannot learn in, and for an unknown
-    vectorization. All methods raise EnvironmentFailed if the environment raises, or if one of its
-    processes died.
+    Beside the attributes of a TensorEnv it has `actions`, the first of its discrete actions, or the
+    lowest and highest values of its continuous actions, [A] each in the space's type; and
+    `obs_type`, the type of its observations: float32 if that holds them.
+
+    Raises ValueError for an environment that Gymnasium cannot make or that the agent cannot learn
+    in, and for an unknown vectorization. Observations must be a flat Box with features, or become
+    one (`flat`). Actions must be Discrete, with 2 to 256 actions, or a flat Box of bounded
+    floating-point numbers. All methods raise EnvironmentFailed if the environment raises, or if one
+    of its processes died.
     """
 
     # There is no state, because Gymnasium cannot save an environment. A resumed run starts new
@@ -302,16 +247,11 @@ class GymEnv(TensorState):
             raise ValueError(
                 f"vectorization is {vectorization!r}: choose from {', '.join(VECTORIZATIONS)}"
             )
-        self.bounds, self.num_actions, self.actions, self.max_steps, self.obs_type = interface_of(
-            env_id
-        )
-        self.distribution = Categorical if isinstance(self.actions, int) else Gaussian
         name = gymnasium_id(env_id)
         self.discount = getattr(task_of(name), "discount", 1.0)
         self.env_id = env_id
         self.num_envs = num_envs
         self.device = torch.device(device)
-        self.envs = None
         self._async = vectorization == "async"
         try:
             with children_ignore_interrupts() if self._async else contextlib.nullcontext():
@@ -323,10 +263,23 @@ class GymEnv(TensorState):
                     wrappers=[flat],
                     **({"render_mode": render_mode} if render_mode else {}),
                 )
-        except Exception as error:
-            raise failure(env_id, error) from error
-        with self._guarded():
-            obs, _ = self.envs.reset(seed=seed)
+        except Exception as error:  # whatever the environment's own code raises
+            raise ValueError(f"env_id is {env_id!r}, {why_not_made(env_id, error)}") from error
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
+            observations = self.envs.single_observation_space
+            self.bounds = bounds_of(env_id, observations)
+            self.num_actions, self.actions = actions_of(env_id, self.envs.single_action_space)
+            with self._guarded():
+                obs, _ = self.envs.reset(seed=seed)
+            on_error.pop_all()
+        self.distribution = Categorical if isinstance(self.actions, int) else Gaussian
+        # float32 holds whole numbers up to 2^24.
+        is_held = np.can_cast(observations.dtype, np.float32) or (
+            observations.dtype.kind in "iu" and np.abs(self.bounds).max() <= 2**24
+        )
+        self.obs_type = torch.float32 if is_held else torch.float64
+        self.max_steps = self.envs.spec.max_episode_steps or without_limit(env_id)
         self.obs = self._tensor(obs, self.obs_type)
         self.done = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
 
@@ -377,17 +330,20 @@ class GymEnv(TensorState):
     def render(self) -> np.ndarray:
         """A picture of the first environment, uint8 [height, width, 3].
 
-        `render_mode` must be "rgb_array".
+        `render_mode` must be "rgb_array". Raises EnvironmentFailed if the environment cannot be
+        drawn, as when a package is missing.
         """
         with self._guarded():
-            return self.envs.render()[0]
+            frame = np.asarray(self.envs.render()[0])
+            if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
+                raise ValueError(f"its picture is {frame.dtype}{list(frame.shape)}")
+        return frame
 
     def close(self) -> None:
         """Closes the environments and their processes."""
         # Processes that have already ended raise.
         with contextlib.suppress(EOFError, ConnectionError):
-            if self.envs:
-                self.envs.close()
+            self.envs.close()
 
     def _tensor(self, array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         # A copy, because the environment may reuse its array.
@@ -405,10 +361,7 @@ class GymEnv(TensorState):
                     # Gymnasium's warnings repeat the error of a worker in several lines.
                     warnings.simplefilter("ignore")
                 # The environment may use torch in its own way.
-                with (
-                    torch.inference_mode(False),
-                    torch.no_grad(),
-                ):
+                with torch.inference_mode(False), torch.no_grad():
                     yield
         except Exception as error:
             for process in getattr(self.envs, "processes", ()):
