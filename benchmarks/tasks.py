@@ -59,7 +59,7 @@ from fp8rl.machine.hardware import cores
 from fp8rl.study import comparison, figures, parallel
 from fp8rl.tasks import lqr
 from fp8rl.tasks.by_id import task_of
-from fp8rl.tasks.environments import env_maker, environment_of
+from fp8rl.tasks.environments import env_maker, tensor_task
 from fp8rl.train import train
 
 CART, CARTPOLE, LQR = "the cart", "CartPole-v1", "fp8rl/Lqr-v0"
@@ -305,7 +305,7 @@ class PeerEvaluator:
             return
         self.seconds += time.process_time() - self.resumed
         normalizer = model.get_vec_normalize_env()
-        make_env = env_maker(self.config, environment_of(self.config), FIRST_EVALUATION_SEED)
+        make_env = env_maker(self.config, tensor_task(self.config), FIRST_EVALUATION_SEED)
         starts = (START_NOISE, "cpu", 0, "evaluation starts")
         env = make_env(self.config.eval_episodes, *starts)
         # Of a push; there is none of a choice
