@@ -29,7 +29,6 @@ files of predictions were committed before the experiments were measured that th
 """
 
 import argparse
-import math
 import multiprocessing
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,17 +37,22 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from results import Journal, last_line, origin, rows_of, table_of
+from results import RESULTS, Journal, table_of, write_tables
 
-from fp8rl.machine.hardware import keep_freed_memory
+from fp8rl.machine.hardware import cores, keep_freed_memory
 from fp8rl.sequences.laboratory import Arm, Laboratory, Setting
 from fp8rl.study import figures
 
-RESULTS = Path(__file__).parent / "results"
-REPAIRS = ("token_weights", "sequence_weights", "mask_tokens", "mask_sequences")
-ALL = ("none", *REPAIRS, "clip", "one_precision")
+ALL = (
+    "none",
+    "token_weights",
+    "sequence_weights",
+    "mask_tokens",
+    "mask_sequences",
+    "clip",
+    "one_precision",
+)
 ENDS = ("none", "clip")  # the least and the most that can happen
-TOP_P = 0.95
 # What stacks do, by the correction of an arm
 RULES = {
     "none": "no correction",
@@ -60,14 +64,13 @@ RULES = {
     "clip": "AReaL, default",
 }
 BEST = "token_weights"  # with which the other rules are compared
-WITH_TOP_P = ("none", "masked_sequence_weights", BEST)
-CLIPS = ("none", "masked_sequence_weights", BEST, "clip")
+SAMPLED = ("none", "masked_sequence_weights", BEST)  # of formats that sample by top-p
 
 
 def arms_of(corrections: dict[str, tuple[str, ...]], with_top_p: tuple[str, ...] = ()) -> list[Arm]:
     """Float32, each format with each of its corrections, and the formats that sample by top-p."""
     arms = [Arm(form, name) for form, names in corrections.items() for name in names]
-    arms += [Arm(form, name, TOP_P) for form in with_top_p for name in WITH_TOP_P]
+    arms += [Arm(form, name, 0.95) for form in with_top_p for name in SAMPLED]
     return [Arm(), *arms]
 
 
@@ -79,20 +82,23 @@ class Experiment(NamedTuple):
     arms: dict[int, list[Arm]]
 
 
-BITS = {form: ALL for form in ("e8m1", "e8m2", "e8m3")}
-BITS |= {form: ENDS for form in ("e8m5", "e8m7")}
-SIDES = ("clip_negative", "clip_positive")
-WITH_SIDES = BITS | {form: (*ALL, *SIDES) for form in ("e8m1", "e8m2")}
+WITH_SIDES = {
+    **{form: (*ALL, "clip_negative", "clip_positive") for form in ("e8m1", "e8m2")},
+    "e8m3": ALL,
+    **{form: ENDS for form in ("e8m5", "e8m7")},
+}
 LONG = {form: ENDS for form in ("e8m1", "e8m3", "e8m5")} | {"e8m2": (*ENDS, "mask_tokens")}
-ENGINES = {"fp8": ALL, "fp16": ENDS}
-ENTROPIC = {form: ALL for form in ("e8m1", "e8m2", "e8m3")}
-ENTROPIC |= {form: ENDS for form in ("e8m5", "fp8")}
-ATTENTION = {form: ALL for form in ("e8m2", "e8m3", "fp8")}
-ATTENTION |= {form: ENDS for form in ("e8m1", "e8m5")}
-TWO_UPDATES = {form: ("none", BEST, "clip") for form in ("e8m1", "e8m2", "e8m3")}
+ENTROPIC = {
+    **{form: ALL for form in ("e8m1", "e8m2", "e8m3")},
+    **{form: ENDS for form in ("e8m5", "fp8")},
+}
+ATTENTION = {
+    **{form: ALL for form in ("e8m2", "e8m3", "fp8")},
+    **{form: ENDS for form in ("e8m1", "e8m5")},
+}
 EVERY_RULE = arms_of({form: tuple(RULES) for form in ("fp8", "e8m2")}, ("fp32", "fp8"))
 LONG_TOP_P = arms_of({}, ("fp32",))
-IN_MINIBATCHES = arms_of({form: CLIPS for form in ("fp8", "e8m2")})
+IN_MINIBATCHES = arms_of({form: (*SAMPLED, "clip") for form in ("fp8", "e8m2")})
 SHARP = Setting()
 HARMLESS = Setting(right_tokens=4)
 # With the recurrent network's learning rate, attention unlearns in float32, too
@@ -115,7 +121,8 @@ EXPERIMENTS = {
         "other formats": Experiment(
             SHARP,
             NEW,
-            {length: arms_of(ENGINES) for length in (8, 32, 128)} | {512: arms_of({"fp8": ENDS})},
+            {length: arms_of({"fp8": ALL, "fp16": ENDS}) for length in (8, 32, 128)}
+            | {512: arms_of({"fp8": ENDS})},
         ),
         "entropic task": Experiment(
             HARMLESS, NEW, {length: arms_of(ENTROPIC) for length in (8, 32, 128)}
@@ -126,7 +133,10 @@ EXPERIMENTS = {
         "two updates": Experiment(
             Setting(updates_per_rollout=2),
             NEW,
-            {length: arms_of(TWO_UPDATES) for length in (32, 128)},
+            {
+                length: arms_of({form: ("none", BEST, "clip") for form in ("e8m1", "e8m2", "e8m3")})
+                for length in (32, 128)
+            },
         ),
     },
     "stack_rules_measured": {
@@ -145,14 +155,20 @@ EXPERIMENTS = {
     },
 }
 PLACE = ["experiment", "length", "format", "correction"]
-RULES_PLACE = ["experiment", "length", "format", "top_p", "correction"]
 SUCCESSES = ["seed", "learner", "actor", "dead", "start"]
-PREDICTED = [*PLACE, "sample_size", "horizon", "predicted"]
-PREDICTED += ["format alone", "length alone", "sample size alone"]
+PREDICTED = [
+    *PLACE,
+    "sample_size",
+    "horizon",
+    "predicted",
+    "format alone",
+    "length alone",
+    "sample size alone",
+]
 FIELDS = {
     "acting_first": PLACE + SUCCESSES,
     "acting_measured": PLACE + SUCCESSES,
-    "stack_rules_measured": RULES_PLACE + SUCCESSES,
+    "stack_rules_measured": ["experiment", "length", "format", "top_p", "correction", *SUCCESSES],
 }
 
 
@@ -200,19 +216,22 @@ def trained(job: Job) -> list[dict]:
     rows = []
     for i, arm in enumerate(laboratory.arms):
         for j, seed in enumerate(laboratory.seeds):
-            row = {"experiment": job.experiment, "length": job.length, **arm._asdict()}
-            row |= {
-                "seed": seed,
-                "learner": round(float(learner[i, j].mean()), 4),
-                "actor": round(float(actor[i, j]), 4),
-                "dead": int((learner[i, j] == 0).sum()),
-                "start": round(float(start[i, j]), 4),
-            }
-            rows.append(row)
+            rows.append(
+                {
+                    "experiment": job.experiment,
+                    "length": job.length,
+                    **arm._asdict(),
+                    "seed": seed,
+                    "learner": round(float(learner[i, j].mean()), 4),
+                    "actor": round(float(actor[i, j]), 4),
+                    "dead": int((learner[i, j] == 0).sum()),
+                    "start": round(float(start[i, j]), 4),
+                }
+            )
     return rows
 
 
-def measure(out: Path, processes: int) -> None:
+def measure(out: Path) -> None:
     """Trains all jobs of a file whose rows are not in it yet, and appends them."""
     journal = Journal(out, FIELDS[out.stem])
     done = journal.done("experiment", "length", "seed")
@@ -221,7 +240,7 @@ def measure(out: Path, processes: int) -> None:
         for job in jobs_of(EXPERIMENTS[out.stem])
         if (job.experiment, str(job.length), str(job.seeds[0])) not in done
     ]
-    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=8) as pool:
+    with multiprocessing.get_context("spawn").Pool(cores(), maxtasksperchild=8) as pool:
         for i, rows in enumerate(pool.imap_unordered(trained, jobs)):
             journal.add(*({name: row[name] for name in journal.columns} for row in rows))
             place = rows[0]
@@ -310,27 +329,14 @@ def more_lost(grouped: dict, key: Key, other: Key) -> str:
 # Tables
 
 
-class Curve:
-    """A rule that predicts losses from one number, which only rise with it.
-
-    It is the isotonic regression of the losses that it was given, linear between them in the
-    logarithm of the number, and constant beyond.
-    """
-
-    def __init__(self, numbers: list[float], losses: list[float]):
-        order = np.argsort(numbers)
-        self.logs = np.log(np.array(numbers)[order])
-        ordered = np.array(losses)[order]
-        count = len(ordered)
-        # The largest of the smallest means over neighbours, from j up to i and from i on
-        mean = lambda j, k: ordered[j : k + 1].mean()  # noqa: E731
-        self.losses = [
-            max(min(mean(j, k) for k in range(i, count)) for j in range(i + 1))
-            for i in range(count)
-        ]
-
-    def __call__(self, number: float) -> float:
-        return float(np.interp(math.log(number), self.logs, self.losses))
+def isotonic(losses: np.ndarray) -> list[float]:
+    """The isotonic regression of losses in the order of a number with which they only rise."""
+    count = len(losses)
+    # The largest of the smallest means over neighbours, from j up to i and from i on
+    return [
+        max(min(losses[j : k + 1].mean() for k in range(i, count)) for j in range(i + 1))
+        for i in range(count)
+    ]
 
 
 LABELS = {
@@ -375,10 +381,7 @@ def acting_table(out: Path) -> None:
             acting_losses(name, cells, horizon_of),
         ]
     parts += ["## Learner, actor, and prompts without any success", success_table(cells)]
-    parts.append(f"`python benchmarks/acting.py table {out}` on {origin()}.")
-    whole = "\n\n".join(parts) + "\n"
-    out.write_text(whole)
-    out.with_stem(f"{out.stem}_short").write_text(short(whole))
+    write_tables(out, *parts, short=short(cells, horizon_of))
     draw(cells, horizon_of, out.with_suffix(".png"))
     draw_halves(cells, out.with_stem(f"{out.stem}_halves").with_suffix(".png"))
 
@@ -415,24 +418,25 @@ def success_table(cells: dict[Key, Cell]) -> str:
         for (name, length, form, correction), cell in cells.items()
         if correction in corrections and form in formats and length in (32, 128)
     ]
-    columns = ("experiment, T", "format", "correction", "learner", "actor", "dead prompts")
-    return table_of(columns, rows)
+    return table_of(
+        ("experiment, T", "format", "correction", "learner", "actor", "dead prompts"), rows
+    )
 
 
 SHORT = {"first": "recurrent", "other formats": "recurrent", "attention": "attention"}
 
 
-def short(whole: str) -> str:
+def short(cells: dict[Key, Cell], horizon_of: dict) -> str:
     """The losses of both networks with sequences of 32 tokens, without their intervals."""
     rows = []
     for name, network in SHORT.items():
-        for row in rows_of(whole.split(f"## {name}: ")[1]):
-            form, length = row.pop("format, T").split(", ")
-            if length == "32":
-                losses = [row.get(LABELS[x], "").split(" [")[0] for x in ALL]
-                rows.append([network, form, f"{float(row['T / H']):g}", *losses])
-    table = table_of(("network", "format", "T / H", *(LABELS[x] for x in ALL)), rows)
-    return f"{table}\n\n{last_line(whole)}\n"
+        places = {key[:3] for key in cells if key[:2] == (name, 32) and key[2] != "fp32"}
+        for place in sorted(places, key=lambda place: (bits_of(place[2]), place[2])):
+            in_horizons = float(f"{32 / horizon_of[place]:.2g}")
+            losses = [cells.get((*place, x)) for x in ALL]
+            shown = [two_places(cell.loss) if cell else "" for cell in losses]
+            rows.append([network, place[2], f"{in_horizons:g}", *shown])
+    return table_of(("network", "format", "T / H", *(LABELS[x] for x in ALL)), rows)
 
 
 MARKERS = {
@@ -470,13 +474,20 @@ def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
             ]
             color = style["color"]
             for x, loss, is_full in points:
-                fill = color if is_full else "none"
-                ax.plot(x, loss, marker, color=color, markerfacecolor=fill, alpha=0.8)
+                ax.plot(
+                    x,
+                    loss,
+                    marker,
+                    color=color,
+                    markerfacecolor=color if is_full else "none",
+                    alpha=0.8,
+                )
             ax.plot([], [], marker, color=color, label=label, alpha=0.8)
             if name == "first" and points:
-                over, losses, _ = zip(*points, strict=True)
-                grid = np.geomspace(min(over), max(over), 200)
-                ax.plot(grid, list(map(Curve(over, losses), grid)), color=color, linewidth=1)
+                over, losses, _ = np.array(sorted(points)).T
+                grid = np.geomspace(over[0], over[-1], 200)
+                rise = np.interp(np.log(grid), np.log(over), isotonic(losses))
+                ax.plot(grid, rise, color=color, linewidth=1)
         for place, (text, x, rise, not_in) in NAMED_POINTS.items():
             cell = cells.get((*place, correction))
             if cell and correction != not_in:
@@ -498,7 +509,6 @@ def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
     axes[2].legend(fontsize=8, loc="upper left")
     fig.suptitle("The clip by the rollout policy does harm long before few bits do")
     fig.savefig(out, dpi=110)
-    plt.close(fig)
 
 
 HALVES = {
@@ -530,7 +540,6 @@ def draw_halves(cells: dict[Key, Cell], out: Path) -> None:
     ax.legend(loc="upper left", frameon=False)
     ax.set_title("PPO's clip by π/μ does harm where the advantage A is negative")
     fig.savefig(out, dpi=110)
-    plt.close(fig)
 
 
 def rules_table(out: Path) -> None:
@@ -562,18 +571,16 @@ def rules_table(out: Path) -> None:
         for place in places
         if "top-p" not in place[2]
     ]
-    made_by = f"`python benchmarks/acting.py table {out}` on {origin()}."
-    parts = [
+    write_tables(
+        out,
         "## Losses",
         losses,
         f"## How much more is lost than with {RULES[BEST]}, seed by seed",
         table_of((*head, *(RULES[rule] for rule in others)), differences),
         "## One minibatch and four",
         minibatch_table(grouped),
-        made_by,
-    ]
-    out.write_text("\n\n".join(parts) + "\n")
-    out.with_stem(f"{out.stem}_short").write_text(f"{losses}\n\n{made_by}\n")
+        short=losses,
+    )
 
 
 def minibatch_table(grouped: dict[Key, dict[str, dict]]) -> str:
@@ -585,18 +592,18 @@ def minibatch_table(grouped: dict[Key, dict[str, dict]]) -> str:
             seeds = sorted(grouped[four])
             losses = [two_places(losses_of(grouped, x, seeds)[0]) for x in (key, four)]
             table.append([key[0], key[2], RULES[key[3]], *losses, more_lost(grouped, four, key)])
-    columns = ("network, right tokens", "who acts", "rule", "one", "four", "more is lost by")
-    return table_of(columns, table)
+    return table_of(
+        ("network, right tokens", "who acts", "rule", "one", "four", "more is lost by"), table
+    )
 
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("command", choices=("measure", "table"))
     parser.add_argument("out", type=Path)
-    parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args(words)
     if options.command == "measure":
-        measure(options.out, options.processes)
+        measure(options.out)
     elif options.out.stem == "acting":
         acting_table(options.out)
     else:

@@ -114,9 +114,9 @@ def run(task: str, rate: float, arms: dict, seeds: int) -> list[dict]:
         name: [Config(seed=1000 + seed, **shape, **fields) for seed in range(seeds)]
         for name, fields in {BASELINE: {}, **arms}.items()
     }
-    learns_nothing = {"steps": 2_048, "learning_rate": 1e-12}
     configs[UNTRAINED] = [
-        dataclasses.replace(config, **learns_nothing) for config in configs[BASELINE]
+        dataclasses.replace(config, steps=2_048, learning_rate=1e-12)  # learns nothing
+        for config in configs[BASELINE]
     ]
     found = dict(parallel.run_all([config for arm in configs.values() for config in arm]))
     every = {
@@ -184,8 +184,14 @@ def draw(out: Path, rows: list[dict]) -> None:
             ("e4m3", "a scale for each tensor"),
             ("e4m3:unscaled", "no scale"),
         ):
-            at = columns[form] + 0.5, len(places) + 1.4
-            ax.text(*at, group, ha="center", va="center", fontsize=8)
+            ax.text(
+                columns[form] + 0.5,
+                len(places) + 1.4,
+                group,
+                ha="center",
+                va="center",
+                fontsize=8,
+            )
     handles = [
         Rectangle((0, 0), 1, 1, facecolor=color, label=VERDICTS[name])
         for name, color in shade.items()
@@ -201,7 +207,6 @@ def draw(out: Path, rows: list[dict]) -> None:
         title_fontsize=12,
     )
     figure.savefig(out, dpi=110)
-    plt.close(figure)
 
 
 def counts(rows: list[dict]) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from results import origin, table_of
+from results import table_of, write_tables
 from torch import nn
 from torch.nn import functional as F
 
@@ -44,14 +44,14 @@ LEARNING_RATE, DECAY = 1e-3, 0.1
 LENGTH, BATCH, UNITS, HEADS, LAYERS = 64, 16, 64, 4, 2
 
 
-def characters() -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Numbers of characters to learn from and to test on, and how many characters there are."""
+def characters() -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Numbers of characters to learn from and to test on, and the alphabet that they count."""
     text = "".join(pydoc_data.topics.topics.values())
     text = "".join(character for character in text if character.isascii())
-    alphabet = {character: i for i, character in enumerate(sorted(set(text)))}
-    numbers = torch.tensor([alphabet[character] for character in text])
+    alphabet = "".join(sorted(set(text)))
+    numbers = torch.tensor([alphabet.index(character) for character in text])
     border = 9 * len(numbers) // 10
-    return numbers[:border], numbers[border:], len(alphabet)
+    return numbers[:border], numbers[border:], alphabet
 
 
 class Block(nn.Module):
@@ -100,7 +100,7 @@ def train(arm: str, seed: int) -> list[float]:
     """The loss on the test text after every EVERY updates."""
     learn, test, alphabet = characters()
     torch.manual_seed(seed)
-    model = Model(alphabet)
+    model = Model(len(alphabet))
     optimizer = LowBitAdam(
         model.parameters(), lr=LEARNING_RATE, weight_decay=DECAY, seed=seed, **ARMS[arm][0]
     )
@@ -128,22 +128,25 @@ def draw(out: Path, losses: dict[str, np.ndarray]) -> None:
     ax.set_title("A character model in three bytes a parameter learns as in twelve", fontsize=11)
     ax.legend(fontsize=9)
     figure.savefig(out, dpi=110)
-    plt.close(figure)
 
 
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     losses = {arm: np.array([train(arm, seed) for seed in range(SEEDS)]) for arm in ARMS}
-    columns = ("kept", "final loss, median of three seeds", "smallest and largest")
-    columns += ("stored, bytes a parameter", "at the peak of an update")
+    columns = (
+        "kept",
+        "final loss, median of three seeds",
+        "smallest and largest",
+        "stored, bytes a parameter",
+        "at the peak of an update",
+    )
     rows = []
     for arm, own in losses.items():
         final = own[:, -1]
-        losses_of_seeds = [f"{np.median(final):.3f}", f"{final.min():.3f}, {final.max():.3f}"]
-        rows.append([arm, *losses_of_seeds, *ARMS[arm][1:]])
+        extremes = f"{final.min():.3f}, {final.max():.3f}"
+        rows.append([arm, f"{np.median(final):.3f}", extremes, *ARMS[arm][1:]])
     draw(out.with_suffix(".png"), losses)
-    command = f"`python benchmarks/characters.py {out}` on {origin()}."
-    out.write_text(f"{table_of(columns, rows)}\n\n{command}\n")
+    write_tables(out, table_of(columns, rows))
 
 
 if __name__ == "__main__":

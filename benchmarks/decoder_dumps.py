@@ -43,7 +43,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from results import origin, table_of
+from results import table_of, write_tables
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -55,9 +55,6 @@ SHORTEST, LONGEST = 80, 1200  # characters of a document
 HELD_OUT = 512  # documents that are not trained on
 WINDOW, BATCH = 192, 16  # tokens and sequences of a training step
 LEARNING_RATE = 3e-3
-WARM_UP = 30  # steps
-OLDER = 0.8  # share of the training time after which older weights are saved
-ANSWER = 128  # tokens of the longest answer
 SHAPE = {
     "hidden_size": 128,
     "intermediate_size": 352,
@@ -108,7 +105,7 @@ def new_model() -> nn.Module:
 def train(folder: Path, seed: int, seconds: float) -> None:
     """Trains a decoder for so many seconds and saves it, with its tokenizer, to a folder.
 
-    Windows of the text begin at the beginning of a document. After most of the time the weights
+    Windows of the text begin at the beginning of a document. After 0.8 of the time the weights
     are saved as older ones, too.
     """
     from tokenizers import ByteLevelBPETokenizer
@@ -138,12 +135,13 @@ def train(folder: Path, seed: int, seconds: float) -> None:
     step = 0
     has_older = False
     while (progress := (time.monotonic() - begun) / seconds) < 1:
-        if progress > OLDER and not has_older:
+        if progress > 0.8 and not has_older:
             torch.save(model.state_dict(), folder / "older.pt")
             has_older = True
+        # 30 steps of warm-up, then half a cosine
         cosine = 0.5 * (1 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(1, (step + 1) / WARM_UP) * max(cosine, 0.02)
+            group["lr"] = LEARNING_RATE * min(1, (step + 1) / 30) * max(cosine, 0.02)
         places = begins[torch.randint(len(begins), (BATCH, 1))] + torch.arange(WINDOW + 1)
         window = stream[places]
         loss = loss_of(model, window)
@@ -290,18 +288,17 @@ class Lab:
         ids, is_prompt = padded_left(prompts)
         if not masks_padding:
             is_prompt = torch.ones_like(is_prompt)
-        defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": ANSWER}
+        defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 128}
         options = defaults | options
         longest = options["max_new_tokens"]
         if not ends:
             options["eos_token_id"] = VOCABULARY  # which is never sampled
         batch = batch or len(ids)
         parts = []
-        for begin in range(0, len(ids), batch):
-            rows = slice(begin, begin + batch)
+        for some_ids, some_prompts in zip(ids.split(batch), is_prompt.split(batch), strict=True):
             output = model.generate(
-                input_ids=ids[rows],
-                attention_mask=is_prompt[rows],
+                input_ids=some_ids,
+                attention_mask=some_prompts,
                 do_sample=True,
                 pad_token_id=PAD,
                 return_dict_in_generate=True,
@@ -316,8 +313,7 @@ class Lab:
             parts.append(
                 (functional.pad(tokens, missing, value=PAD), functional.pad(logp, missing))
             )
-        tokens = torch.cat([tokens for tokens, _ in parts])
-        logp = torch.cat([logp for _, logp in parts])
+        tokens, logp = map(torch.cat, zip(*parts, strict=True))
         is_end = (tokens == END).long()
         mask = is_end.cumsum(1) - is_end == 0  # up to the first END, which counts
         if not ends:
@@ -347,10 +343,8 @@ class Lab:
         """
         end = inputs.ids.shape[1] - 1 + offset
         places = slice(end - tokens.shape[1], end)
-        batch = batch or len(tokens)
         parts = []
-        for begin in range(0, len(tokens), batch):
-            rows = slice(begin, begin + batch)
+        for rows in torch.arange(len(tokens)).split(batch or len(tokens)):
             positions = None if inputs.positions is None else inputs.positions[rows]
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 logits = model(
@@ -478,8 +472,6 @@ QUANTIZERS = {
 
 # How a dump is made
 
-THETA, OTHER_THETA = 10_000.0, 50_000.0  # of rotary positions
-SLIDING_WINDOW = 24  # tokens
 FIRST_TURN, SECOND_TURN = 48, 56  # tokens around a tool's reply
 
 Arrays = dict[str, np.ndarray]
@@ -628,8 +620,9 @@ def head_scaled(lab: Lab, model: nn.Module) -> None:
 
 
 def other_theta(lab: Lab, model: nn.Module) -> None:
+    """The theta of rotary positions is 50,000 in place of 10,000."""
     frequencies = model.model.rotary_emb.inv_freq  # theta^(-2 i / d)
-    frequencies.copy_(frequencies ** (math.log(OTHER_THETA) / math.log(THETA)))
+    frequencies.copy_(frequencies ** (math.log(50_000.0) / math.log(10_000.0)))
 
 
 def dropout(lab: Lab, model: nn.Module) -> None:
@@ -683,9 +676,10 @@ def restarted_positions(inputs: Inputs, rollout: Rollout) -> Inputs:
 
 
 def sliding_window(inputs: Inputs, rollout: Rollout) -> Inputs:
+    """A token reads itself and the 23 before it."""
     place = torch.arange(inputs.ids.shape[1])
     distance = place[:, None] - place
-    is_near = (distance >= 0) & (distance < SLIDING_WINDOW)
+    is_near = (distance >= 0) & (distance < 24)
     reads = is_near & (inputs.attention[:, None, None] == 1)
     return inputs._replace(attention=reads | (distance == 0))  # padding reads itself, or nothing
 
@@ -736,10 +730,6 @@ def quanto_cache(bits: int) -> dict:
     return {"cache_implementation": "quantized", "cache_config": config}
 
 
-def raw(**sampling) -> dict:
-    return {"is_raw": True, **sampling}
-
-
 IN_FLOAT32 = {"actor": "fp32", "claims": "fp32"}
 UNPADDED = {"prompting": {"count": 16, "copies": 4, "is_padded": False}}
 MANY = {"prompting": {"count": 32, "copies": 8}}
@@ -770,8 +760,8 @@ SOUND = [
     Recipe("tool tokens masked", has_tool=True),
     Recipe("tool tokens masked, NaN there", has_tool=True, change_dump=nan_for_tools),
     Recipe("no mask, 0 after the end in both", change_dump=zeros_for_mask),
-    Recipe("top-p 0.9, raw log-probabilities in both", sampling=raw(top_p=0.9)),
-    Recipe("top-k 50, raw log-probabilities in both", sampling=raw(top_k=50)),
+    Recipe("top-p 0.9, raw log-probabilities in both", sampling={"is_raw": True, "top_p": 0.9}),
+    Recipe("top-k 50, raw log-probabilities in both", sampling={"is_raw": True, "top_k": 50}),
     Recipe("temperature 0.7 in both", sampling={"temperature": 0.7}, scoring={"temperature": 0.7}),
     Recipe("positions from the padding on", change_inputs=absolute_positions),
     Recipe("bf16 actor, advantages", has_advantages=True),
@@ -806,7 +796,7 @@ BUGS = [
     Recipe(
         "raw log-probabilities, learner divides by 0.7",
         ("temperature",),
-        sampling=raw(temperature=0.7),
+        sampling={"is_raw": True, "temperature": 0.7},
         scoring={"temperature": 0.7},
     ),
     *[sampled(f"top-p {p}", ("truncation",), top_p=p) for p in (0.9, 0.95, 0.99)],
@@ -894,13 +884,13 @@ BUGS = [
 RECIPES = [*SOUND, *BUGS]
 
 
-def make(folder: Path, only: str = "") -> None:
-    """Makes the dumps of a trained decoder, or those alone whose words have `only` in them."""
+def make(folder: Path) -> None:
+    """Makes the dumps of a trained decoder that are not there."""
     lab = Lab(folder)
     (folder / "dumps").mkdir(exist_ok=True)
     for number, recipe in enumerate(RECIPES):
         path = folder / f"dumps/{number:03}.npz"
-        if path.exists() or only not in recipe.what:
+        if path.exists():
             continue
         # Two seeds for each dump: some sample twice
         arrays = recipe.make(lab, seed=1000 * lab.about["seed"] + 2 * number)
@@ -915,7 +905,6 @@ def make(folder: Path, only: str = "") -> None:
 UNDECIDED = "rounding or bug"
 UNEVEN = 0.5  # sample size of sequences below which a bug that is not seen does harm
 MARGIN = 1.0  # bits by which a dump may fall below a sound one of the same programs
-OF_NEMO = 1.05  # limit of token_mult_prob_error
 ARRAYS = "learner_logp", "actor_logp", "mask", "tokens", "advantages"
 REPORTS = (
     "the report",
@@ -998,7 +987,7 @@ def summary(dumps: list[Judged]) -> str:
     for name, numbers, limit, words in (
         ("k3", k3, best_limit(dumps, k3), ""),
         ("root mean square", rms, best_limit(dumps, rms), ""),
-        ("token_mult_prob_error", of_nemo, OF_NEMO, " (NeMo-RL)"),
+        ("token_mult_prob_error", of_nemo, 1.05, " (NeMo-RL)"),
     ):
         rule = f"{name} above {limit:.3g}{words}"
         verdicts[rule] = ["bug" if number > limit else "rounding" for number in numbers]
@@ -1053,8 +1042,17 @@ RIGHT = {
 
 def table_of_dumps(dumps: list[Judged]) -> str:
     """A line for each dump, the sound ones first."""
-    head = "what is done", "truth", "right", "the report", "with a precision", "bits"
-    head += "sample size of sequences", "k3", "token_mult_prob_error"
+    head = (
+        "what is done",
+        "truth",
+        "right",
+        "the report",
+        "with a precision",
+        "bits",
+        "sample size of sequences",
+        "k3",
+        "token_mult_prob_error",
+    )
     rows = [
         [
             x.what,
@@ -1084,11 +1082,8 @@ def judge(folder: Path, out: Path) -> None:
         f"nats a token on documents that it has not seen. {versions}.",
         width=140,
     )
-    command = f"python benchmarks/decoder_dumps.py judge DIR {out}"
-    end = f"{model}\n\n`{command}` on {origin()}.\n"
     rules = summary(dumps)
-    out.write_text(f"{rules}\n\n{table_of_dumps(dumps)}\n\n{end}")
-    out.with_name(f"{out.stem}_short.md").write_text(f"{rules}\n\n{end}")
+    write_tables(out, rules, table_of_dumps(dumps), model, short=f"{rules}\n\n{model}")
 
 
 def main(words: list[str] | None = None) -> None:
@@ -1098,13 +1093,12 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("out", type=Path, nargs="?", help="the table of judge")
     parser.add_argument("--seed", type=int, default=1007)
     parser.add_argument("--seconds", type=float, default=300, help="of training")
-    parser.add_argument("--only", default="", help="words of the dumps to make")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     if options.command == "train":
         train(options.folder, options.seed, options.seconds)
     elif options.command == "make":
-        make(options.folder, options.only)
+        make(options.folder)
     else:
         judge(options.folder, options.out)
 

@@ -81,14 +81,6 @@ def captioned(frame: np.ndarray, caption: str) -> np.ndarray:
     return np.asarray(image)
 
 
-def before_and_after() -> bytes:
-    run = build(Config("fp8"))
-    policies = {"before training": sampled(copy.deepcopy(run.model))}
-    train(run, progress=False)
-    policies[f"after {run.config.steps:,} steps"] = sampled(run.model)
-    return film(policies, FRAMES)
-
-
 def draw(curves: dict, path: Path) -> None:
     figure = Figure(figsize=(5, 5), layout="constrained")
     ax = figure.add_subplot()
@@ -108,7 +100,11 @@ def draw(curves: dict, path: Path) -> None:
 
 def main(out: Path) -> None:
     torch.set_num_threads(1)  # as every run has
-    (out / "film.gif").write_bytes(before_and_after())
+    run = build(Config("fp8"))
+    policies = {"before training": sampled(copy.deepcopy(run.model))}
+    train(run, progress=False)
+    policies[f"after {run.config.steps:,} steps"] = sampled(run.model)
+    (out / "film.gif").write_bytes(film(policies, FRAMES))
     configs = {
         name: [Config(name, seed=seed, eval_every=0) for seed in SEEDS]
         for name in figures.PRECISIONS

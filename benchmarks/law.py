@@ -42,7 +42,7 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from results import RESULTS, Journal, chosen, last_line, table_of, write_tables
+from results import RESULTS, Journal, table_of, write_tables
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -51,14 +51,14 @@ from torch.optim.optimizer import (
 from fp8rl.build import build, build_population
 from fp8rl.config import Config
 from fp8rl.doctor import Doctor
-from fp8rl.doctor.ruler import Ruler
+from fp8rl.doctor.findings import Finding
+from fp8rl.doctor.ruler import Ruler, WindowSums
 from fp8rl.doctor.watcher import Watcher
 from fp8rl.model import parameters_in_order
 from fp8rl.study import figures
 from fp8rl.study.statistics import is_failure, share_lost
 from fp8rl.train import train
 
-WATCHED = 900  # the seed of the agent on which rates are measured
 TWINS = range(500, 508)  # seeds of the twins, and of the float32 agents beside them
 MEASURED_SEEDS = range(8000, 8008)  # seeds of the agents that keep a place in few bits
 WINDOW = 32  # updates in one of the doctor's windows
@@ -83,14 +83,13 @@ class Setting(NamedTuple):
     gamma: float | None = None  # None: the task's own
 
     def __str__(self) -> str:
-        text = f"{self.task}, rate {self.learning_rate:g}"
-        if self.hidden_size != 64:
-            text += f", {self.hidden_size} units"
-        if self.batch_size != 1024:
-            text += f", batches of {self.batch_size}"
-        if self.gamma is not None:
-            text += f", discount {self.gamma:g}"
-        return text
+        words = {"hidden_size": "{} units", "batch_size": "batches of {}", "gamma": "discount {:g}"}
+        differences = [
+            text.format(getattr(self, name))
+            for name, text in words.items()
+            if getattr(self, name) != self._field_defaults[name]
+        ]
+        return ", ".join([self.task, f"rate {self.learning_rate:g}", *differences])
 
 
 SETTINGS = [
@@ -131,20 +130,21 @@ CELLS = (
 def config_of(setting: Setting, seed: int, formats: str = "") -> Config:
     fields = {name: value for name, value in setting._asdict().items() if value is not None}
     task = fields.pop("task")
-    shape = {"env_id": task, "steps": STEPS[task], "eval_every": 0}
-    return Config(seed=seed, formats=formats, **shape, **fields)
+    return Config(
+        seed=seed, formats=formats, env_id=task, steps=STEPS[task], eval_every=0, **fields
+    )
 
 
 # Rates
 
 
 class Rates(NamedTuple):
-    """What a doctor measured of C cells on an agent with T tensors, in each part of its training.
+    """What a doctor measured of a cell on an agent with T tensors, in each part of its training.
 
-    `alike`      rate [PARTS, C, 1], in which every tensor counts alike
-    `numbers`    rate [PARTS, C, 1], in which every number counts alike
-    `by_tensor`  rate [PARTS, C, T]
-    `noise`      standard deviation of the noise of a number in one update, [PARTS, C, T]
+    `alike`      rate [PARTS], in which every tensor counts alike
+    `numbers`    rate [PARTS], in which every number counts alike
+    `by_tensor`  rate [PARTS, T]
+    `noise`      standard deviation of the noise of a number in one update, [PARTS, T]
     """
 
     alike: np.ndarray
@@ -155,42 +155,44 @@ class Rates(NamedTuple):
 
 def ruler_of(watcher: Watcher, text: str) -> Ruler:
     """What has measured a place and format beside an optimizer."""
-    rulers = [shadow.ruler for shadow in watcher.shadows]
-    return next(ruler for ruler in rulers if text in ruler.texts)
+    return next(x.ruler for x in watcher.shadows if text in x.ruler.texts)
 
 
-def watch(setting: Setting, cells: tuple[str, ...]) -> tuple[Rates, dict[str, tuple]]:
+def noise_of(sums: WindowSums, rates: np.ndarray, updates: int) -> np.ndarray:
+    """The standard deviation of the noise of a number in one update, [parts, T], from measurements
+    over windows of so many updates and their rates."""
+    across = np.maximum(sums.apart - (rates - 1) ** 2 * sums.true, 0)
+    return np.sqrt(across / updates)
+
+
+def watch(setting: Setting, cells: tuple[str, ...]) -> tuple[dict[str, Rates], dict[str, Finding]]:
     """Trains one float32 agent. Returns the rates of these cells, their tensors in the order of the
     network's parameters in a population, and for each cell what the doctor says."""
-    run = build(config_of(setting, WATCHED))
+    run = build(config_of(setting, seed=900))  # which nothing else has
     doctor = Doctor(run.learner.optimizer, formats=cells, model=run.model)
     train(run, progress=False)
-    ruler = ruler_of(doctor.patients[0].watcher, cells[0])
-    order = [ruler.texts.index(cell) for cell in cells]
-    parameters = list(run.model.parameters())
-    in_order = [
-        next(i for i, p in enumerate(parameters) if p is own)
-        for own in parameters_in_order(run.model).values()
-    ]
-    sums = np.array(ruler.windows)[:, :, order][..., in_order]  # [W, 4, C, T]
-    sizes = np.array([parameters[i].numel() for i in in_order], float)
-    parts = [part.mean(0) for part in np.array_split(sums, min(PARTS, len(sums)))]
-    findings = {found.text: found for found in doctor.report()}
-    return rates_of(np.array(parts), sizes, ruler.sample.numbers_per_tensor), findings
+    numbers = {id(p): number for number, p in enumerate(run.model.parameters())}
+    in_order = [numbers[id(p)] for p in parameters_in_order(run.model).values()]
+    watcher = doctor.patients[0].watcher
+    rates = {cell: rates_of(ruler_of(watcher, cell), cell, in_order) for cell in cells}
+    return rates, {found.text: found for found in doctor.report()}
 
 
-def rates_of(parts: np.ndarray, sizes: np.ndarray, sampled: int) -> Rates:
-    """Rates from the sums [PARTS, 4, C, T] of parts."""
+def rates_of(ruler: Ruler, cell: str, in_order: list[int]) -> Rates:
+    """The rates of a cell, its tensors in an order."""
 
-    def quotient(weight):
-        true = (weight * parts[:, 0]).sum(-1, keepdims=True)
-        along = (weight * parts[:, 1]).sum(-1, keepdims=True)
-        return np.clip(along / np.maximum(true, 1e-38), SLOWEST, FASTEST)
+    def bounded(rates: np.ndarray) -> np.ndarray:
+        return np.clip(np.nan_to_num(rates), SLOWEST, FASTEST)  # NaN where nothing moves
 
-    by_tensor = np.clip(parts[:, 1] / np.maximum(parts[:, 0], 1e-38), SLOWEST, FASTEST)
-    across = parts[:, 2] - (by_tensor - 1) ** 2 * parts[:, 0]
-    noise = np.sqrt(np.maximum(across, 0) / WINDOW)
-    return Rates(quotient(np.minimum(sizes, sampled)), quotient(sizes), by_tensor, noise)
+    sums = ruler.in_parts(ruler.texts.index(cell), PARTS)
+    sums = WindowSums(*(part[:, in_order] for part in sums))
+    by_tensor = bounded(sums.rates)
+    return Rates(
+        bounded(sums.rate(ruler.sample.followed[in_order])),
+        bounded(sums.rate(ruler.sample.sizes[in_order])),
+        by_tensor,
+        noise_of(sums, by_tensor, WINDOW),
+    )
 
 
 # Twins of agents
@@ -243,8 +245,10 @@ def twins(setting: Setting, arms: list[tuple], seeds) -> np.ndarray:
 
 def untrained(setting: Setting, seeds) -> np.ndarray:
     """Returns [seeds] before training."""
-    nothing = {"steps": 2_048, "learning_rate": 1e-12}
-    configs = [dataclasses.replace(config_of(setting, seed), **nothing) for seed in seeds]
+    configs = [
+        dataclasses.replace(config_of(setting, seed), steps=2_048, learning_rate=1e-12)
+        for seed in seeds
+    ]
     run = train(build_population(configs), progress=False)
     return np.array([history.final_return for history in run.history.of_agents])
 
@@ -272,14 +276,14 @@ def predict(out: Path) -> None:
             continue
         rates, findings = watch(setting, CELLS)
         arms = [(np.ones((1, 1)), None)]
-        for i, cell in enumerate(CELLS):
-            noise = rates.noise[:, i] if "stochastic" in cell else None
-            arms.append((rates.by_tensor[:, i], noise))
+        for cell in CELLS:
+            noise = rates[cell].noise if "stochastic" in cell else None
+            arms.append((rates[cell].by_tensor, noise))
         exact, *returns = twins(setting, arms, TWINS)
         start = untrained(setting, TWINS)
         for i, cell in enumerate(CELLS):
             loss = share_lost(returns[i], exact, start)
-            means = [float(rate[:, i].mean()) for rate in (rates.alike, rates.numbers)]
+            means = rates[cell].alike.mean(), rates[cell].numbers.mean()
             numbers = [f"{x:.4g}" for x in (loss, *means, findings[cell].noise)]
             values = (*setting, cell, *numbers, findings[cell].verdict)
             journal.add(dict(zip(PREDICTED, values, strict=True)))
@@ -445,7 +449,7 @@ ORDERS = {
 }
 
 
-def row_of(name: str, cells: list[Cell]) -> dict[str, str]:
+def row_of(name: str, cells: list[Cell]) -> dict:
     """A line of the table, by column: each rule's error, and how it sorts."""
     row = {
         "cells": name,
@@ -470,14 +474,13 @@ def row_of(name: str, cells: list[Cell]) -> dict[str, str]:
 
 def intervals(cells: list[Cell]) -> str:
     """95% bootstrap intervals over settings of the mean errors, and of their difference."""
-    settings = sorted({cell.setting for cell in cells}, key=str)
-    by_setting = []
-    for setting in settings:
-        own = [cell for cell in cells if cell.setting == setting]
-        errors = [[abs(c.twin - c.measured), abs(c.lookup - c.measured)] for c in own]
-        by_setting.append(np.mean(errors, axis=0))
-    draws = np.random.default_rng(0).integers(len(settings), size=(10_000, len(settings)))
-    twin, lookup = np.array(by_setting)[draws].mean(1).T
+    errors: dict[str, list] = {}
+    for cell in cells:
+        distances = abs(cell.twin - cell.measured), abs(cell.lookup - cell.measured)
+        errors.setdefault(str(cell.setting), []).append(distances)
+    by_setting = np.array([np.mean(errors[setting], axis=0) for setting in sorted(errors)])
+    draws = np.random.default_rng(0).integers(len(errors), size=(10_000, len(errors)))
+    twin, lookup = by_setting[draws].mean(1).T
     parts = {"twin": twin, "lookup": lookup, "twin / lookup": twin / lookup}
     return ", ".join(
         "{} {:.3f} to {:.3f}".format(name, *np.quantile(x, (0.025, 0.975)))
@@ -523,12 +526,11 @@ def table(out: Path) -> None:
         f"settings: {intervals(cells)}. The twelve cells on which the twin is farthest off:"
     )
     lines = table_of(rows[0], [row.values() for row in rows])
-    whole = write_tables(out, lines, note, farthest)
-    out.with_stem(f"{out.stem}_short").write_text(short(whole))
+    write_tables(out, lines, note, farthest, short=short(rows))
     draw(out.with_suffix(".png"), cells)
 
 
-def short(whole: str) -> str:
+def short(rows: list[dict]) -> str:
     """The columns of the table that say how far predictions are off, for all cells and by place."""
     columns = {
         "cells": "cells",
@@ -543,8 +545,8 @@ def short(whole: str) -> str:
         "pairs": "number of pairs",
     }
     # A single setting has no pairs
-    table = chosen(whole, columns, lambda row: row["pairs"] != "0")
-    return f"{table}\n\n{last_line(whole)}\n"
+    lines = [[row[column] for column in columns] for row in rows if row["pairs"]]
+    return table_of(columns.values(), lines)
 
 
 def draw(out: Path, cells: list[Cell]) -> None:
@@ -566,33 +568,19 @@ def draw(out: Path, cells: list[Cell]) -> None:
         error = np.mean([abs(getattr(cell, rule) - cell.measured) for cell in cells])
         ax.set_title(title.format(error), fontsize=12)
         ax.set_xlabel("predicted loss, as a share of float32's gain", fontsize=9)
-    low, high = LIMITS
-    axes[0].set_ylabel(f"measured loss ({low:g} and {high:g}: or beyond)")
+    axes[0].set_ylabel("measured loss ({:g} and {:g}: or beyond)".format(*LIMITS))
     axes[0].legend(fontsize=8, loc="lower right")
     figure.suptitle("Twins foresee what a format costs in a setting, and lookups do not")
     figure.savefig(out, dpi=110)
-    plt.close(figure)
 
 
 # Twins of scripts that others wrote
 
 
-def rates_over_time(watcher: Watcher, text: str, length: int) -> dict[str, list]:
-    """The rates of each tensor in parts of the training, [parts, T], and the standard deviation of
-    a number's noise in one update. `length` is the doctor's number of updates in a window."""
-    ruler = ruler_of(watcher, text)
-    if not ruler.windows:
-        return {"tensor_rates": [], "tensor_noise": []}
-    sums = ruler.in_parts(ruler.texts.index(text), PARTS)
-    across = np.maximum(sums.apart - (sums.rates - 1) ** 2 * sums.true, 0)
-    return {
-        "tensor_rates": sums.rates.tolist(),
-        "tensor_noise": np.sqrt(across / length).tolist(),
-    }
-
-
 def watch_script(formats: str, out: Path, run_script: Callable[[], None]) -> None:
-    """Runs a script in float32, and writes what the doctor has measured."""
+    """Runs a script in float32, and writes what the doctor has measured: beside its report the rates
+    of each tensor in parts of the training, [parts, T], and the standard deviation of a number's
+    noise in one update."""
     doctor = Doctor(formats=formats.split())
     with doctor.installed():
         run_script()
@@ -600,7 +588,13 @@ def watch_script(formats: str, out: Path, run_script: Callable[[], None]) -> Non
     for patient, optimizer in zip(doctor.patients, content["optimizers"], strict=True):
         for finding in optimizer["findings"]:
             text = f"{finding['place']}={finding['format']}"
-            finding |= rates_over_time(patient.watcher, text, doctor.length)
+            ruler = ruler_of(patient.watcher, text)
+            if not ruler.windows:
+                finding |= {"tensor_rates": [], "tensor_noise": []}
+                continue
+            sums = ruler.in_parts(ruler.texts.index(text), PARTS)
+            noise = noise_of(sums, sums.rates, doctor.length)
+            finding |= {"tensor_rates": sums.rates.tolist(), "tensor_noise": noise.tolist()}
     out.write_text(json.dumps(content))
 
 

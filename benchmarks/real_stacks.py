@@ -14,14 +14,13 @@ and what else a step changes, were measured at commit 9d8312d (results/real_aver
 """
 
 import importlib.metadata
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from results import Journal, origin, table_of
+from results import Journal, obstacle, table_of, write_tables
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -39,7 +38,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPE = 64, 64  # the smallest tensor that 8-bit optimizers do not leave in float32
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-nothing = lambda: ""  # noqa: E731
 
 
 class Training(NamedTuple):
@@ -75,19 +73,14 @@ class Training(NamedTuple):
             if schedule:
                 schedule.step()
 
-    def doctor(self, make: MakeOptimizer, entry: str) -> Callable[[], str]:
-        """What measures what the doctor says of an entry such as model=bf16, in this training in
-        float32."""
-
-        def finding() -> str:
-            weights = self.weights(FP32)
-            optimizer = make([weights])
-            doctor = Doctor(optimizer, formats=(entry,))
-            self.train(weights, optimizer)
-            (finding,) = doctor.report()
-            return f"{entry}: {finding.verdict}: {finding.why}"
-
-        return finding
+    def doctor(self, make: MakeOptimizer, entry: str) -> str:
+        """What the doctor says of an entry such as model=bf16, in this training in float32."""
+        weights = self.weights(FP32)
+        optimizer = make([weights])
+        doctor = Doctor(optimizer, formats=(entry,))
+        self.train(weights, optimizer)
+        (finding,) = doctor.report()
+        return f"{entry}: {finding.verdict}: {finding.why}"
 
 
 class Case(NamedTuple):
@@ -113,7 +106,8 @@ class Line(NamedTuple):
     `dtype`    the type of its weights
     `exact`    the optimizer in float32; by default the same
     `read`     takes a Case, and returns the figure; by default the mean of the weights at the end
-    `doctor`   an entry of which the doctor is asked in the same training, or what asks it
+    `entry`    an entry of which the doctor is asked
+    `watched`  the training and the optimizer in which it is asked; by default the same in float32
     """
 
     package: str
@@ -124,7 +118,8 @@ class Line(NamedTuple):
     dtype: torch.dtype = BF16
     exact: MakeOptimizer | None = None
     read: Callable[[Case], float | str] = lambda run: mean(run()[0])
-    doctor: str | Callable[[], str] = nothing
+    entry: str = ""
+    watched: tuple[Training, MakeOptimizer] | None = None
 
     def measure(self) -> list[str]:
         """The cells in few bits and in float32, and what the doctor says."""
@@ -133,10 +128,8 @@ class Line(NamedTuple):
         for make, dtype in ((self.few, self.dtype), (exact, FP32)):
             figure = self.read(Case(self.training, make, dtype))
             cells.append(figure if isinstance(figure, str) else number(figure))
-        doctor = self.doctor
-        if isinstance(doctor, str):
-            doctor = self.training.doctor(exact, doctor)
-        return [*cells, doctor()]
+        training, make = self.watched or (self.training, exact)
+        return [*cells, training.doctor(make, self.entry) if self.entry else ""]
 
 
 def noise(mean: float = 0.0, scale: float = 1.0) -> Callable[[int, Tensor], Tensor]:
@@ -223,7 +216,8 @@ def torch_optimizers() -> list[Line]:
             Training(falling(2_000), 7_000),
             adam(lr=0.0),
             read=v_left,
-            doctor=Training(falling(500), 4_000, 0.0).doctor(adam(lr=1e-3), "model=bf16:loop"),
+            entry="model=bf16:loop",
+            watched=(Training(falling(500), 4_000, 0.0), adam(lr=1e-3)),
         )
     ]
     lines += [
@@ -235,7 +229,8 @@ def torch_optimizers() -> list[Line]:
             adam(lr=0.0, fused=how == "fused"),
             exact=adam(lr=0.0),
             read=v,
-            doctor=Training(noise(0.1), 4_000, 0.0).doctor(adam(lr=1e-3), f"model=bf16:{how}"),
+            entry=f"model=bf16:{how}",
+            watched=(Training(noise(0.1), 4_000, 0.0), adam(lr=1e-3)),
         )
         for how in ("loop", "fused")
         for steps in (5_000, 30_000)
@@ -250,20 +245,18 @@ def torch_optimizers() -> list[Line]:
             figure,
             few=adam(lr=3e-3, **options),
             exact=exact,
-            doctor=f"model=bf16:{how}",
+            entry=f"model=bf16:{how}",
         )
         for how, options in how_of.items()
     ]
     # At -2.0 the fused step has overtaken float32, and stops: its v is too small
     for how in ("loop", "fused"):
-        line = Line(
-            "torch", f"Adam, bf16, {how}", "", few=adam(lr=3e-3, **how_of[how]), exact=exact
-        )
-        line = line._replace(training=Training(steps=1_500))
+        few = adam(lr=3e-3, **how_of[how])
+        line = Line("torch", f"Adam, bf16, {how}", "", Training(steps=1_500), few, exact=exact)
         lines += [
             line._replace(figure="v of a constant gradient of 1, after 1,500 steps", read=v),
             line._replace(
-                figure="weight 1.0 after 1,500 steps of 0.003", doctor=f"model=bf16:{how}"
+                figure="weight 1.0 after 1,500 steps of 0.003", entry=f"model=bf16:{how}"
             ),
         ]
     few = "Adam, bf16, compiled step"
@@ -284,7 +277,7 @@ def torch_optimizers() -> list[Line]:
             f"{kind.__name__}, bf16",
             "weight 1.0 after 1,000 steps at the learning rate 0.003",
             few=made(kind, lr=3e-3),
-            doctor="model=bf16",
+            entry="model=bf16",
         )
         for kind in (torch.optim.NAdam, torch.optim.Muon)
     ]
@@ -296,7 +289,7 @@ def torch_optimizers() -> list[Line]:
             Training(constant(0.0)),
             made(torch.optim.AdamW, lr=0.02, weight_decay=0.1, **options),
             exact=made(torch.optim.AdamW, lr=0.02, weight_decay=0.1),
-            doctor=f"model=bf16:{how}",
+            entry=f"model=bf16:{how}",
         )
         for how, options in how_of.items()
     ]
@@ -316,7 +309,8 @@ def torch_optimizers() -> list[Line]:
             Training(noise(), 20),
             dtype=dtype,
             read=share_that_moves,
-            doctor=Training(noise(), 200).doctor(sgd(0.1), f"model={name}:fused"),
+            entry=f"model={name}:fused",
+            watched=(Training(noise(), 200), sgd(0.1)),
         )
         for name, dtype in (("bf16", BF16), ("fp16", FP16))
     ]
@@ -330,7 +324,7 @@ def torch_optimizers() -> list[Line]:
             Training(constant(1e-3), 300),
             exact,
             FP16,
-            doctor="model=fp16",
+            entry="model=fp16",
         ),
         Line(
             "torch",
@@ -339,7 +333,8 @@ def torch_optimizers() -> list[Line]:
             Training(steps=10_000, start=0.0),
             adagrad,
             read=state("sum"),
-            doctor=Training(steps=4_000, start=0.0).doctor(adagrad, "model=bf16"),
+            entry="model=bf16",
+            watched=(Training(steps=4_000, start=0.0), adagrad),
         ),
         Line(
             "torch",
@@ -348,7 +343,7 @@ def torch_optimizers() -> list[Line]:
             Training(noise(1.0, 0.1), 300, shape=(16, 16)),
             made(torch.optim.RMSprop, lr=1e-4, alpha=0.95, centered=True),
             read=lambda run: f"{mean(run()[0].isnan()):.0%}",
-            doctor="model=bf16",
+            entry="model=bf16",
         ),
     ]
     return lines + [
@@ -358,7 +353,7 @@ def torch_optimizers() -> list[Line]:
             f"weight 0.1 after 100 steps with gradients from N({size:g}, {size:g})",
             Training(noise(size, size), 100, 0.1),
             made(torch.optim.Adafactor, lr=1e-2),
-            doctor="model=bf16",
+            entry="model=bf16",
         )
         for size in (1e-2, 1e-3, 1e-4)
     ]
@@ -418,7 +413,7 @@ def few_bit_states() -> list[Line]:
             few,
             exact=exact,
             read=lambda run: mean(run()[0]) - 1.0,
-            doctor=f"optimizer={entry}",
+            entry=f"optimizer={entry}",
         )
         for package, run, few, entry in (
             (
@@ -451,7 +446,7 @@ def few_bit_states() -> list[Line]:
             Training(steps=4_000, shape=SHAPE),
             made(optimi.AdamW, lr=3e-6, weight_decay=0.0),
             exact=made(torch.optim.AdamW, lr=3e-6, weight_decay=0.0),
-            doctor="optimizer=optimi-kahan",
+            entry="optimizer=optimi-kahan",
         ),
         Line(
             "torch-optimi",
@@ -459,7 +454,8 @@ def few_bit_states() -> list[Line]:
             "weight 1.0 after 1,000 steps of a decay of 1e-4",
             Training(constant(0.0)),
             made(optimi.AdamW, lr=1e-3, weight_decay=0.1),
-            doctor=Training(noise(), 300).doctor(adamw, "optimizer=optimi-kahan"),
+            entry="optimizer=optimi-kahan",
+            watched=(Training(noise(), 300), adamw),
         ),
     ]
     exact = made(torch.optim.AdamW, lr=1e-3, weight_decay=0.0)
@@ -492,7 +488,8 @@ def few_bit_states() -> list[Line]:
             FP32,
             exact,
             last_step,
-            Training(gradient, 300, 0.0, SHAPE).doctor(exact, f"optimizer={entry}"),
+            f"optimizer={entry}",
+            (Training(gradient, 300, 0.0, SHAPE), exact),
         )
         for name, (package, few, entry) in stacks.items()
         for figure, (gradient, steps) in figures.items()
@@ -506,7 +503,7 @@ def few_bit_states() -> list[Line]:
             few,
             FP32,
             exact,
-            doctor=f"optimizer={entry}",
+            entry=f"optimizer={entry}",
         )
         for name, few, entry in (
             ("AdamW4bit", four, "torchao-4bit"),
@@ -536,7 +533,8 @@ def few_bit_states() -> list[Line]:
                 FP32,
                 exact,
                 with_eight_bits,
-                Training(noise(), 64, shape=(4_100,)).doctor(exact, f"optimizer={entry}"),
+                f"optimizer={entry}",
+                (Training(noise(), 64, shape=(4_100,)), exact),
             )
             for name, (package, few, entry) in stacks.items()
             if few in (eight, bnb)
@@ -550,7 +548,8 @@ def few_bit_states() -> list[Line]:
             eight,
             exact=exact,
             read=state("exp_avg_sq"),
-            doctor=Training(falling(500), 4_000, 0.0).doctor(exact, "optimizer=torchao-8bit:bf16"),
+            entry="optimizer=torchao-8bit:bf16",
+            watched=(Training(falling(500), 4_000, 0.0), exact),
         ),
     ]
     # torchao counts steps in the default type
@@ -593,10 +592,8 @@ SECTIONS = {
 
 
 def main(out: Path) -> None:
-    missing = [name for name in PACKAGES if not importlib.util.find_spec(name)]
-    if missing:
-        remedy = "pip install --no-deps -r benchmarks/requirements.txt"
-        sys.exit(f"real_stacks needs {' and '.join(missing)}: {remedy}")
+    if reason := obstacle("real_stacks"):
+        sys.exit(f"real_stacks cannot be made: {reason}")
     torch.set_num_threads(1)
     journal = Journal(out.with_suffix(".csv"), COLUMNS)
     done = journal.done(*COLUMNS[:4])
@@ -611,8 +608,7 @@ def main(out: Path) -> None:
         rows = [list(row.values())[1:] for row in journal.rows() if row["section"] == section]
         parts += [f"{section}:", table_of(COLUMNS[1:], rows)]
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES.values())
-    parts.append(f"`python benchmarks/real_stacks.py {out}` on {origin()}; {versions}.")
-    out.write_text("\n\n".join(parts) + "\n")
+    write_tables(out, *parts, more=f"; {versions}")
 
 
 if __name__ == "__main__":

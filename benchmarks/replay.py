@@ -62,19 +62,18 @@ def run_coarser(factor: int, config: Config) -> History:
 def before_training() -> float:
     """The median return of agents that have learned nothing."""
     configs = [Config(seed=seed, steps=2_048, learning_rate=1e-12, eval_every=0) for seed in SEEDS]
-    found = dict(parallel.run_all(configs))
-    return float(np.median([found[config].final_return for config in configs]))
+    return float(np.median([history.final_return for _, history in parallel.run_all(configs)]))
 
 
 def failures(final: dict[str, np.ndarray], start: float) -> str:
     """How many seeds of each arm fail. `final` has the returns [seeds] by arm, float32's first;
     `start` is the return before training."""
     exact = next(iter(final.values()))
-    counts = {}
+    bad = []
     for name, returns in final.items():
-        failed = [fails(x, reference, start) for x, reference in zip(returns, exact, strict=True)]
-        counts[name] = sum(failed)
-    bad = [f"{name}: {count} of {len(SEEDS)}" for name, count in counts.items() if count]
+        count = sum(fails(x, reference, start) for x, reference in zip(returns, exact, strict=True))
+        if count:
+            bad.append(f"{name}: {count} of {len(SEEDS)}")
     return (
         "A seed fails if it loses more than a tenth of float32's gain, which is float32's return on "
         f"this seed minus the median return before training, {start:.2f}. Seeds that fail: "

@@ -22,11 +22,11 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
+from torch.utils.benchmark import Timer
 
 from fp8rl.machine.hardware import origin
 
@@ -155,73 +155,39 @@ def table_of(columns: Iterable[str], rows: Iterable[Iterable]) -> str:
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
 
 
-def cells_of(line: str) -> list[str]:
-    """The cells of a line of a Markdown table. A bar within a cell is written as \\|."""
-    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-
-
-def rows_of(text: str) -> list[dict[str, str]]:
-    """The rows of the first table in a text, by the names of its columns."""
-    lines = text[text.index("|") :].splitlines()
-    names = cells_of(lines[0])
-    rows = []
-    for line in lines[2:]:
-        if not line.startswith("|"):
-            break
-        rows.append(dict(zip(names, cells_of(line), strict=True)))
-    return rows
-
-
-def chosen(
-    text: str, columns: dict[str, str], keep: Callable[[dict[str, str]], bool] = lambda row: True
-) -> str:
-    """Some columns of the first table in a text, and of its rows those to `keep`.
+def write_tables(path: Path, *parts: str, more: str = "", **beside: str) -> None:
+    """Writes tables and what is said of them, with a line that names this command, the machine and
+    the versions. Paths from this machine's root are DIR in the command.
 
     Args:
-        columns: the name of a column -> its name in the short table.
+        more: further versions.
+        beside: smaller tables, which get the same last line, by the end of their names.
     """
-    rows = [row for row in rows_of(text) if keep(row)]
-    return table_of(columns.values(), [[row[old] for old in columns] for row in rows])
-
-
-def last_line(text: str) -> str:
-    """What a table ends with: its command, the machine and the versions."""
-    return text.strip().splitlines()[-1]
-
-
-def write_tables(path: Path, *parts: str, more: str = "") -> str:
-    """Writes tables and what is said of them, with a line that names this command, the machine and
-    the versions. `more` are further versions. Returns the text."""
-    made = f"`{shlex.join(['python', *sys.argv])}` on {origin()}{more}."
-    text = "\n\n".join([*parts, made]) + "\n"
-    path.write_text(text)
-    return text
+    words = ["DIR" if Path(word).is_absolute() else word for word in sys.argv]
+    made = f"`{shlex.join(['python', *words])}` on {origin()}{more}.\n"
+    path.write_text("\n\n".join([*parts, made]))
+    for end, table in beside.items():
+        path.with_stem(f"{path.stem}_{end}").write_text(f"{table}\n\n{made}")
 
 
 # The commands
 
 
 def seconds_of(
-    steps: dict, rounds: int = 7, round_seconds: float = 0.05, device="cuda"
+    steps: dict[str, Callable], rounds: int = 7, round_seconds: float = 0.05
 ) -> dict[str, float]:
     """Median seconds of each callable, over rounds that alternate between them.
 
     Each round is long enough for the clock's resolution.
     """
-
-    def timed(step, repeats):
-        began = time.perf_counter()
-        for _ in range(repeats):
-            step()
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - began) / repeats
-
-    for step in steps.values():
-        timed(step, 3)  # warm-up
-    repeats = {name: max(1, int(round_seconds / timed(step, 1))) for name, step in steps.items()}
+    timers = {name: Timer("step()", globals={"step": step}) for name, step in steps.items()}
+    for timer in timers.values():
+        timer.timeit(3)  # warm-up
+    once = {name: timer.timeit(1).mean for name, timer in timers.items()}
+    repeats = {name: max(1, int(round_seconds / seconds)) for name, seconds in once.items()}
     times = [
-        {name: timed(step, repeats[name]) for name, step in steps.items()} for _ in range(rounds)
+        {name: timer.timeit(repeats[name]).mean for name, timer in timers.items()}
+        for _ in range(rounds)
     ]
     return {name: statistics.median(x[name] for x in times) for name in steps}
 

@@ -25,7 +25,6 @@ import argparse
 import json
 import os
 import pickle
-import pydoc_data.topics
 import re
 import signal
 import subprocess
@@ -35,7 +34,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from results import Journal, origin, table_of
+from characters import characters
+from results import Journal, table_of, write_tables
 
 from fp8rl.doctor.findings import NOT_JUDGED, WORDS
 
@@ -78,14 +78,6 @@ class Study(NamedTuple):
 
 
 RETURN = r"episodic_return=\[?\s*(-?[\d.]+)"
-VALIDATION = r"val loss ([\d.]+)"
-GPT = (
-    "train.py --dataset=pydoc --device=cpu --compile=False --eval_interval={every} --eval_iters=20 "
-    "--log_interval=100 --block_size=64 --batch_size=12 --n_layer=2 --n_head=4 --n_embd=64 "
-    "--max_iters={steps} --lr_decay_iters={steps} --warmup_iters=50 --dropout=0.0 "
-    "--always_save_checkpoint=False --out_dir=out{{seed}} --gradient_accumulation_steps=1 "
-    "--learning_rate={rate} --min_lr={least}"
-)
 PPO = Script(
     "cleanrl", "cleanrl/ppo.py --total-timesteps 60000 --seed {seed}", RETURN, 20, True, 20
 )
@@ -94,8 +86,14 @@ DQN = "cleanrl/dqn.py --total-timesteps {} --learning-starts 1000 --seed {{seed}
 
 def nano_gpt(steps: int, every: int, rate: str, least: str, **fields) -> Script:
     """nanoGPT on a CPU, which has no option for a seed."""
-    arguments = GPT.format(steps=steps, every=every, rate=rate, least=least)
-    return Script("nanogpt", arguments, VALIDATION, 1, False, 4.6, **fields)
+    arguments = (
+        f"train.py --dataset=pydoc --device=cpu --compile=False --eval_interval={every} "
+        "--eval_iters=20 --log_interval=100 --block_size=64 --batch_size=12 --n_layer=2 --n_head=4 "
+        f"--n_embd=64 --max_iters={steps} --lr_decay_iters={steps} --warmup_iters=50 --dropout=0.0 "
+        "--always_save_checkpoint=False --out_dir=out{seed} --gradient_accumulation_steps=1 "
+        f"--learning_rate={rate} --min_lr={least}"
+    )
+    return Script("nanogpt", arguments, r"val loss ([\d.]+)", 1, False, 4.6, **fields)
 
 
 STUDIES = {
@@ -202,42 +200,29 @@ def prepare_text(clone: Path) -> None:
     if (folder / "val.bin").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    text = "".join(pydoc_data.topics.topics.values())
-    text = "".join(c for c in text if c.isascii())
-    alphabet = sorted(set(text))
-    numbers = np.array([alphabet.index(c) for c in text], np.uint16)
-    border = 9 * len(numbers) // 10
-    numbers[:border].tofile(folder / "train.bin")
-    numbers[border:].tofile(folder / "val.bin")
-    meta = {"vocab_size": len(alphabet), "itos": alphabet, "stoi": {}}
+    learn, test, alphabet = characters()
+    learn.numpy().astype(np.uint16).tofile(folder / "train.bin")
+    test.numpy().astype(np.uint16).tofile(folder / "val.bin")
+    meta = {"vocab_size": len(alphabet), "itos": [*alphabet], "stoi": {}}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
 
 
-def command_of(
-    script: Script, clone: Path, seed: int, under: list[str]
-) -> tuple[list[str], Path, dict[str, str]]:
-    """The command that runs a script under other words of Python, such as DOCTOR or TWIN, with its
-    working directory and the environment variables that it needs."""
+def output_of(script: Script, clone: Path, seed: int, under: list[str]) -> str:
+    """The output of a script under other words of Python, such as DOCTOR or TWIN, or without any."""
     paths = [os.environ.get("FP8RL_STRANGERS", ""), str(clone), os.environ.get("PYTHONPATH", "")]
     if script.folder == "examples":
         paths.insert(0, str(Path(__file__).parent / "stand_ins"))
-    environment = {
+    environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
+        "PYTHONUNBUFFERED": "1",
     }
-    words = script.arguments.format(seed=seed).split()
-    return [sys.executable, *under, *words], clone, environment
-
-
-def output_of(script: Script, clone: Path, seed: int, under: list[str]) -> str:
-    """The output of a script under a command, or without one."""
-    words, folder, environment = command_of(script, clone, seed, under)
-    environment = os.environ | environment | {"PYTHONUNBUFFERED": "1"}
+    words = [sys.executable, *under, *script.arguments.format(seed=seed).split()]
     lines = []
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+            words, cwd=clone, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
         )
         for line in process.stdout:
             lines.append(line)
@@ -257,13 +242,10 @@ def outcome_of(script: Script, output: str) -> float:
 
 def worst_findings(report: dict) -> dict[str, dict]:
     """The finding of each stack in the optimizer for which the word is worst."""
-    by_stack: dict[str, dict] = {}
-    for optimizer in report["optimizers"]:
-        for finding in optimizer["findings"]:
-            text = f"{finding['place']}={finding['format']}"
-            known = by_stack.setdefault(text, finding)
-            by_stack[text] = max(known, finding, key=lambda own: SEVERITY.index(own["verdict"]))
-    return by_stack
+    findings = [x for optimizer in report["optimizers"] for x in optimizer["findings"]]
+    by_severity = sorted(reversed(findings), key=lambda x: SEVERITY.index(x["verdict"]))
+    # The last one of a stack, which is the worst, is left
+    return {f"{x['place']}={x['format']}": x for x in by_severity}
 
 
 def arms_of(study: Study, report: Path, is_watched: bool) -> dict[str, list[str]]:
@@ -423,7 +405,7 @@ def table(out: Path) -> None:
         "Returns, or losses in nats. Lost is a share of what float32 gains over the untrained "
         f'network; below 0 is better than float32. "As float32" should lose less than {LOST:.0%}, '
         '"slower", "stalls" and "diverges" more; the other words make no such claim. The longest '
-        "step is in learning rates.\n"
+        "step is in learning rates."
     )
     groups = {
         "Words that hold where they were chosen": [
@@ -433,18 +415,17 @@ def table(out: Path) -> None:
             x for x in cases if not study.scripts[x.script].chosen
         ],
     }
-    for words, group in groups.items():
-        note += f"\n{words}: {score(group, cases, study)}.\n" if group else ""
+    parts = [note]
+    parts += [f"{x}: {score(group, cases, study)}." for x, group in groups.items() if group]
     if study.has_twins:
         twins = np.mean([abs(clipped(x.lost) - clipped(x.twin)) for x in cases])
         others = np.mean([abs(clipped(x.lost) - np.mean(lookup(x, cases))) for x in cases])
-        note += (
-            f"\nThe twin is {twins:.2f} off on average, the lookup {others:.2f}, where losses beyond "
-            "-1 and 1.5 count as these.\n"
+        parts.append(
+            f"The twin is {twins:.2f} off on average, the lookup {others:.2f}, where losses beyond "
+            "-1 and 1.5 count as these."
         )
-    command = f"`python benchmarks/scripts.py table {out}` on {origin()}."
     cells = [[row[column] for column in shown] for row in lines]
-    out.write_text(f"{table_of(shown, cells)}\n\n{note}\n{command}\n")
+    write_tables(out, table_of(shown, cells), *parts)
 
 
 def line(script: Script, own: list[Case], ends: dict, said: dict) -> dict[str, str]:

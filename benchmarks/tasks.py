@@ -48,18 +48,18 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from results import Journal, origin, table_of
+from results import Journal, table_of, write_tables
 
-from fp8rl.build import Machine, build
+from fp8rl.build import FIRST_EVALUATION_SEED, Machine, build
 from fp8rl.config import EIGHT_BIT, Config
 from fp8rl.env import MAX_STEPS, STATE_BOUNDS, Cart, dynamics, outcome
-from fp8rl.evaluate import play
+from fp8rl.evaluate import START_NOISE, play
 from fp8rl.history import History
 from fp8rl.machine.hardware import cores
 from fp8rl.study import comparison, figures, parallel
 from fp8rl.tasks import lqr
 from fp8rl.tasks.by_id import task_of
-from fp8rl.tasks.gymnasium_env import GymEnv
+from fp8rl.tasks.environments import env_maker, tensor_task
 from fp8rl.train import train
 
 CART, CARTPOLE, LQR = "the cart", "CartPole-v1", "fp8rl/Lqr-v0"
@@ -79,14 +79,16 @@ TASKS = {
     # An evaluation takes as many steps as a tenth of the training
     "HalfCheetah-v5": (8000, 1_000_000, 200_000, 5800),
 }
-PRECISIONS = {name: {"precision": name} for name in ("fp32", "bf16", "fp16", "fp8")} | {
-    # With the root of v rounded to the nearest, as EIGHT_BIT was when the tables were made
-    "eight-bit state": EIGHT_BIT | {"formats": "weights=e4m3:stochastic m=e4m3 root=e4m3"}
-}
-# As many updates as the defaults make, all on slices of the newest rollout: the ring holds no more
-# (2,048 steps and the final observations). This is PPO without replay, and says where replay pays.
 NO_REPLAY = "fp32 without replay"
-PRECISIONS[NO_REPLAY] = {"precision": "fp32", "capacity": 2_064}
+PRECISIONS = {
+    **{name: {"precision": name} for name in ("fp32", "bf16", "fp16", "fp8")},
+    # With the root of v rounded to the nearest, as EIGHT_BIT was when the tables were made
+    "eight-bit state": EIGHT_BIT | {"formats": "weights=e4m3:stochastic m=e4m3 root=e4m3"},
+    # As many updates as the defaults make, all on slices of the newest rollout: the ring holds no
+    # more (2,048 steps and the final observations). This is PPO without replay, and says where
+    # replay pays.
+    NO_REPLAY: {"precision": "fp32", "capacity": 2_064},
+}
 PEERS = {"SB3 A2C": "A2C", "SB3 PPO": "PPO"}
 ARMS = (*PRECISIONS, *PEERS)
 DRAWN = ("fp32", "fp8")
@@ -99,8 +101,17 @@ SEEDS = {
 }
 # Columns of the short table, and how a newcomer knows them
 SHORT = {"fp32": "float32", "fp8": "FP8"} | {name: name for name in PEERS}
-COLUMNS = ("task", "arm", "steps", "median score", "lowest", "seeds that reach the goal", "held")
-COLUMNS += ("minus fp32, IQM [95%]", "seconds a seed")
+COLUMNS = (
+    "task",
+    "arm",
+    "steps",
+    "median score",
+    "lowest",
+    "seeds that reach the goal",
+    "held",
+    "minus fp32, IQM [95%]",
+    "seconds a seed",
+)
 
 
 # What is trained
@@ -241,27 +252,26 @@ ZOO = {
         "use_sde": True,
         "sde_sample_freq": 4,
     },
-}
-WIDE = {
-    "log_std_init": -2,
-    "ortho_init": False,
-    "activation_fn": "ReLU",
-    "net_arch": {"pi": [256, 256], "vf": [256, 256]},
-}
-ZOO["PPO", "HalfCheetah-v5"] = {
-    "normalize": True,
-    "n_envs": 1,
-    "n_steps": 512,
-    "batch_size": 64,
-    "gamma": 0.98,
-    "learning_rate": 2.0633e-05,
-    "ent_coef": 0.000401762,
-    "clip_range": 0.1,
-    "n_epochs": 20,
-    "gae_lambda": 0.92,
-    "max_grad_norm": 0.8,
-    "vf_coef": 0.58096,
-    "policy_kwargs": WIDE,
+    ("PPO", "HalfCheetah-v5"): {
+        "normalize": True,
+        "n_envs": 1,
+        "n_steps": 512,
+        "batch_size": 64,
+        "gamma": 0.98,
+        "learning_rate": 2.0633e-05,
+        "ent_coef": 0.000401762,
+        "clip_range": 0.1,
+        "n_epochs": 20,
+        "gae_lambda": 0.92,
+        "max_grad_norm": 0.8,
+        "vf_coef": 0.58096,
+        "policy_kwargs": {
+            "log_std_init": -2,
+            "ortho_init": False,
+            "activation_fn": "ReLU",
+            "net_arch": {"pi": [256, 256], "vf": [256, 256]},
+        },
+    },
 }
 for algorithm in ("A2C", "PPO"):
     ZOO[algorithm, CART] = ZOO[algorithm, CARTPOLE]
@@ -295,12 +305,9 @@ class PeerEvaluator:
             return
         self.seconds += time.process_time() - self.resumed
         normalizer = model.get_vec_normalize_env()
-        task = Cart if self.config.env_id is None else task_of(self.config.env_id)
-        if task:
-            env = task(self.config.eval_episodes, purpose="evaluation starts")
-        else:
-            # As in build.build
-            env = GymEnv(self.config.env_id, self.config.eval_episodes, seed=2**31)
+        make_env = env_maker(self.config, tensor_task(self.config), FIRST_EVALUATION_SEED)
+        starts = (START_NOISE, "cpu", 0, "evaluation starts")
+        env = make_env(self.config.eval_episodes, *starts)
         # Of a push; there is none of a choice
         largest = getattr(model.action_space, "high", None)
 
@@ -369,63 +376,51 @@ def train_peer(algorithm: str, config: Config) -> History:
 AHEAD = 64
 
 
-class Grid:
-    """Points [width * height] over position and velocity, at the cubes of evenly spaced numbers;
-    float64."""
-
-    def __init__(self, width: int, height: int):
-        ends = zip((width, height), STATE_BOUNDS[1], strict=True)
-        self.axes = [
-            end * torch.linspace(-1, 1, n, dtype=torch.float64, device="cpu").pow(3)
-            for n, end in ends
-        ]
-        self.points = torch.cartesian_prod(*self.axes)
-        self.height = height
-
-    def corners(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The four points around states float64 [N, 2], int64 [4, N], and their weights, float64
-        [4, N], all 0 off the track."""
-        (i, a), (j, b) = map(between, self.axes, state.unbind(-1))
-        first = i * self.height + j
-        corners = torch.stack((first, first + 1, first + self.height, first + self.height + 1))
-        weights = torch.stack(((1 - a) * (1 - b), (1 - a) * b, a * (1 - b), a * b))
-        return corners, weights * ~outcome(state)[1]
-
-
 def between(axis: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The interval of an axis that each number lies in, and how far along it, 0 to 1."""
     i = torch.searchsorted(axis, x.contiguous()).clamp(1, len(axis) - 1) - 1
     return i, ((x - axis[i]) / (axis[i + 1] - axis[i])).clamp(0, 1)
 
 
+def corners_of(axes: list[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The four points of a grid around states float64 [..., 2], int64 [4, ...], and their weights,
+    float64 [4, ...], all 0 off the track."""
+    (i, a), (j, b) = map(between, axes, state.unbind(-1))
+    height = len(axes[1])
+    first = i * height + j
+    corners = torch.stack((first, first + 1, first + height, first + height + 1))
+    weights = torch.stack(((1 - a) * (1 - b), (1 - a) * b, a * (1 - b), a * b))
+    return corners, weights * ~outcome(state)[1]
+
+
 class Moves:
     """What the two pushes lead to from states [N, 2]: `state` float64 [2, N, 2], `reward`, `out`
-    [2, N], `corners` in a grid."""
+    [2, N], and the `corners` around them in a grid."""
 
-    def __init__(self, state: torch.Tensor, grid: Grid):
-        both = torch.stack((torch.zeros_like(state[:, 0]), torch.ones_like(state[:, 0])))
-        self.state = dynamics(state.expand(2, -1, -1), both)
+    def __init__(self, state: torch.Tensor, axes: list[torch.Tensor]):
+        self.state = dynamics(state, torch.tensor([[0], [1]], device="cpu"))
         self.reward, self.out = outcome(self.state)
-        self.corners = [grid.corners(there) for there in self.state]
+        self.corners, self.weights = corners_of(axes, self.state)
 
     def worth(self, values: torch.Tensor) -> torch.Tensor:
         """Reward plus value of the next state, float64 [2, N], of values at the grid's points."""
-        total = self.reward.clone()
-        for row, corners in zip(total, self.corners, strict=True):
-            # One at a time, which takes less memory
-            for place, weight in zip(*corners, strict=True):
-                row.addcmul_(weight, values.index_select(0, place))
-        return total
+        return self.reward + (self.weights * values[self.corners]).sum(0)
 
 
 def optimal_returns(
     starts: torch.Tensor, steps: int = MAX_STEPS, width: int = 801, height: int = 401
 ) -> torch.Tensor:
     """Returns of episodes of some steps from states float32 [N, 2] under the best controller that a
-    grid of `width` by `height` points finds, float64 [N]. The defaults take about 0.4 GB."""
-    grid = Grid(width, height)
-    moves = Moves(grid.points, grid)
-    values = [torch.zeros(len(grid.points), dtype=torch.float64)]
+    grid of `width` by `height` points finds, float64 [N]. The defaults take about 0.6 GB.
+
+    The points lie at the cubes of evenly spaced numbers.
+    """
+    axes = [
+        end * torch.linspace(-1, 1, count, dtype=torch.float64, device="cpu").pow(3)
+        for end, count in zip(STATE_BOUNDS[1], (width, height), strict=True)
+    ]
+    moves = Moves(torch.cartesian_prod(*axes), axes)
+    values = [torch.zeros(width * height, dtype=torch.float64)]
     while len(values) < min(steps, AHEAD):
         values.append(moves.worth(values[-1]).amax(0))
     state = starts.double().cpu()
@@ -433,7 +428,7 @@ def optimal_returns(
     returns = torch.zeros(len(starts), dtype=torch.float64)
     live = torch.ones(len(starts), dtype=torch.bool)
     for left in range(steps, 0, -1):
-        moves = Moves(state, grid)
+        moves = Moves(state, axes)
         best = moves.worth(values[min(left, AHEAD) - 1]).argmax(0)
         state = moves.state[best, rows]
         returns += moves.reward[best, rows] * live
@@ -520,7 +515,6 @@ def write(out: Path, found: Found) -> None:
         for arm in ARMS
         if any((task, arm) == key[:2] for key in found)
     }
-    made = f"`python benchmarks/tasks.py {out}` on {origin()}.\n"
     goals = ", ".join(f"{task} {goal}" for task, (*_, goal) in TASKS.items())
     # Added after ten seeds had shown no clear difference
     added = range(TASKS[LQR][0] + 10, TASKS[LQR][0] + 30)
@@ -529,10 +523,8 @@ def write(out: Path, found: Found) -> None:
         f"Goals: {goals} (minus the percent of cost above the optimum). The cart's best "
         f"return is {best_of(CART):.2f}. Seconds are of training, on one core while the other "
         "trains, too: as tensors a seed's share of its population's. "
-        f"On {LQR}, seeds {added[0]} to {added[-1]} alone: fp8 minus fp32 {difference} %. "
+        f"On {LQR}, seeds {added[0]} to {added[-1]} alone: fp8 minus fp32 {difference} %."
     )
-    out.write_text(f"{table_of(COLUMNS, lines.values())}\n\n{note}{made}")
-
     rows = []
     replayed = []  # what replay adds
     for task, (_, steps, _, goal) in TASKS.items():
@@ -543,15 +535,16 @@ def write(out: Path, found: Found) -> None:
             name = "linear-quadratic cart" if task == LQR else task
             wanted = f"at most {-goal}% above the optimum" if task == LQR else f"{goal:,}"
             rows.append([name, f"{steps:,}", wanted, *(cells.get(arm, "-") for arm in SHORT)])
-    columns = ("task", "training steps", "goal", *SHORT.values())
-    out.with_stem(f"{out.stem}_short").write_text(f"{table_of(columns, rows)}\n\n{made}")
-    columns = ("task", "16 of 17 updates on replayed slices", "17 updates on the new rollout")
-    out.with_stem(f"{out.stem}_replay").write_text(f"{table_of(columns, replayed)}\n\n{made}")
-
-
-def table(columns: tuple[str, ...], lines: list[str]) -> str:
-    """A Markdown table, from lines."""
-    return "\n".join([f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|", *lines]) + "\n"
+    write_tables(
+        out,
+        table_of(COLUMNS, lines.values()),
+        note,
+        short=table_of(("task", "training steps", "goal", *SHORT.values()), rows),
+        replay=table_of(
+            ("task", "16 of 17 updates on replayed slices", "17 updates on the new rollout"),
+            replayed,
+        ),
+    )
 
 
 def panel(ax: plt.Axes, task: str, found: Found) -> None:
@@ -641,9 +634,8 @@ def main(words: list[str] | None = None) -> None:
     for task in options.only or TASKS:
         wanted = [arm for arm in options.arms if arm in arms_of(task)]
         together = [arm for arm in wanted if arm in PRECISIONS]
-        groups = [together] if together else []
-        groups += [[arm] for arm in wanted if arm in PEERS]
-        for group in groups:
+        alone = [[arm] for arm in wanted if arm in PEERS]
+        for group in filter(None, (together, *alone)):
             try:
                 train_missing(task, group, journal)
             finally:

@@ -1,7 +1,6 @@
 """The setup of tests, and what none of them may leave behind. What takes long to import is imported
 where it is needed: under xdist, the process that only hands tests to others needs none of it."""
 
-import contextlib
 import gc
 import os
 import signal
@@ -84,21 +83,14 @@ def settings_of_process() -> dict:
     }
 
 
-@contextlib.contextmanager
-def settings_are_left_as_they_were():
-    """What changes a setting of the process within a `with` block must put it back."""
+@pytest.fixture(autouse=True)
+def same_settings():
+    """A test that leaves a setting of the process behind fails itself, not one after it."""
     before = settings_of_process()
     yield
     after = settings_of_process()
     changed = [name for name in before | after if before.get(name) != after.get(name)]
     assert not changed, [(name, before.get(name), after.get(name)) for name in changed]
-
-
-@pytest.fixture(autouse=True)
-def same_settings():
-    """A test that leaves a setting of the process behind fails itself, not one after it."""
-    with settings_are_left_as_they_were():
-        yield
 
 
 class InThisProcess(Executor):

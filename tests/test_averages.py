@@ -140,9 +140,8 @@ UNREADABLE = [
 ]
 
 
-@pytest.mark.parametrize("kind", AVERAGES)
-def test_running_averages_are_found_and_nothing_else_is(kind):
-    make, updates, every, expected = AVERAGES[kind]
+@pytest.mark.parametrize(("make", "updates", "every", "expected"), AVERAGES.values(), ids=AVERAGES)
+def test_running_averages_are_found_and_nothing_else_is(make, updates, every, expected):
     doctor = watched(make, updates, every)
     report = doctor.report()
     assert not [note for note in report.notes if "failed" in note]
@@ -175,9 +174,8 @@ IN_BFLOAT16 = {
 }
 
 
-@pytest.mark.parametrize("kind", IN_BFLOAT16)
-def test_an_average_in_bfloat16_ends_where_the_page_says(kind):
-    move, end = IN_BFLOAT16[kind]
+@pytest.mark.parametrize(("move", "end"), IN_BFLOAT16.values(), ids=IN_BFLOAT16)
+def test_an_average_in_bfloat16_ends_where_the_page_says(move, end):
     x = torch.zeros(16).bfloat16()
     for _ in range(600):
         move(x, torch.full((16,), 2.0).bfloat16())
@@ -230,9 +228,8 @@ SUMS = {  # optimizer, options, the rate, and part of the line
 }
 
 
-@pytest.mark.parametrize("kind", SUMS)
-def test_sums_of_gradients_are_followed_in_few_bits(kind):
-    make, options, rate, part = SUMS[kind]
+@pytest.mark.parametrize(("make", "options", "rate", "part"), SUMS.values(), ids=SUMS)
+def test_sums_of_gradients_are_followed_in_few_bits(make, options, rate, part):
     model = Ones()
     optimizer = make(model.parameters())
     doctor = Doctor(optimizer, formats=("grad=e4m3:unscaled", "grad=fp32"), sample=3)

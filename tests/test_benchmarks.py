@@ -22,6 +22,7 @@ import characters
 import decoder_dumps
 import film
 import law
+import matplotlib.pyplot as plt
 import noise_dumps
 import numpy as np
 import pytest
@@ -42,8 +43,14 @@ from fp8rl.machine.machine import Machine
 from fp8rl.sequences import laboratory
 
 SHORT = {"steps": 128, "eval_every": 0, "eval_episodes": 2} | TINY  # two iterations
-QUICK = {"num_envs": 4, "rollout_length": 4, "slice_length": 4, "batch_size": 16}
-QUICK |= {"replay_updates": 1, "eval_episodes": 2}
+QUICK = {
+    "num_envs": 4,
+    "rollout_length": 4,
+    "slice_length": 4,
+    "batch_size": 16,
+    "replay_updates": 1,
+    "eval_episodes": 2,
+}
 
 
 # Stand-ins
@@ -71,19 +78,16 @@ def called_once(steps: dict, *_, **__) -> dict[str, float]:
 
 def printed_by(commands: list[str], *_) -> dict:
     """Stands in for processes."""
-    printed = [{"train_steps_per_second": 7.0, "greedy_return": 199.0}] * len(commands)
-    return {"printed": printed, "seconds": 2.0, "megabytes": 100.0}
+    return {
+        "printed": [{"train_steps_per_second": 7.0, "greedy_return": 199.0}] * len(commands),
+        "seconds": 2.0,
+        "megabytes": 100.0,
+    }
 
 
-class OneProcess:
-    """Stands in for `multiprocessing.get_context(...)`: its pool works in this process."""
-
-    @contextlib.contextmanager
-    def Pool(self, *_, **__):
-        yield SimpleNamespace(imap_unordered=map)
-
-
-IN_ONE_PROCESS = SimpleNamespace(get_context=lambda _: OneProcess())
+# Stands in for `multiprocessing`: a pool works in this process
+POOL = contextlib.nullcontext(SimpleNamespace(imap_unordered=map))
+IN_ONE_PROCESS = SimpleNamespace(get_context=lambda _: SimpleNamespace(Pool=lambda *_, **__: POOL))
 
 
 def other_library(algorithm: str, config: Config) -> History:
@@ -100,22 +104,23 @@ def short_tasks(module, monkeypatch) -> None:
     found = {task: (8000, 32, 16, goal) for task, (*_, goal) in tasks.TASKS.items()}
     of_seeds = tasks.configs_of
     is_there = SimpleNamespace(find_spec=lambda name: True)
-    for name, value in {
-        "Config": config_class(**QUICK),
-        "TASKS": found,
-        "best_of": {tasks.CART: 199.0, tasks.LQR: -5.0}.get,
-        "importlib": SimpleNamespace(util=is_there),
-        "configs_of": lambda *arm: of_seeds(*arm)[:2],
-        "train_peer": other_library,
-        "through_gymnasium": lambda config: other_library("", config),
-        "mark_of": functools.cache(tasks.mark_of.__wrapped__),  # of these settings
-    }.items():
-        monkeypatch.setattr(tasks, name, value)
+    fields(
+        monkeypatch,
+        tasks,
+        Config=config_class(**QUICK),
+        TASKS=found,
+        importlib=SimpleNamespace(util=is_there),
+        configs_of=lambda *arm: of_seeds(*arm)[:2],
+        train_peer=other_library,
+        through_gymnasium=lambda config: other_library("", config),
+        mark_of=functools.cache(tasks.mark_of.__wrapped__),  # of these settings
+    )
 
 
 def touch(figure: Figure, file, **_) -> None:
     """Makes a figure's file, which is empty: drawing takes long."""
     Path(file).touch()
+    plt.close(figure)
 
 
 def fields(patch: pytest.MonkeyPatch, module, **values) -> None:
@@ -127,8 +132,7 @@ def fields(patch: pytest.MonkeyPatch, module, **values) -> None:
 def tiny_laboratory(module, patch) -> None:
     """Two arms of each study, and no training that ends without any success, of which there would
     be no shares."""
-    small_setting = {"updates": 20, "batch": 8, "units": 8, "length": 4, "start": 0.01}
-    setting = module.TWO_LAYERS._replace(**small_setting)
+    setting = module.TWO_LAYERS._replace(updates=20, batch=8, units=8, length=4, start=0.01)
     few_bits = lambda form: {4: module.arms_of({form: module.ENDS})}  # noqa: E731
     rules = [*module.EVERY_RULE[:8], *module.EVERY_RULE[-3:]]
     in_two = setting._replace(minibatches=2)
@@ -222,22 +226,19 @@ def three_dumps(module, patch) -> None:
 
 def one_line(module, patch) -> None:
     """One line of torch alone: the others compile for minutes."""
-    training = module.Training(steps=64)
     make = module.adam(lr=3e-3)
-    line = module.Line("torch", "Adam, bf16", "weight", training, make, doctor="model=bf16:loop")
+    line = module.Line(
+        "torch", "Adam, bf16", "weight", module.Training(steps=64), make, entry="model=bf16:loop"
+    )
     patch.setattr(module, "SECTIONS", {"torch": lambda: [line]})
 
 
-RUNGS = {name: replay_lesson.RUNGS[name] for name in list(replay_lesson.RUNGS)[:2]}
-RUNGS["the earlier defaults"] = replay_lesson.EARLIER | QUICK
+RUNGS = {
+    **{name: replay_lesson.RUNGS[name] for name in list(replay_lesson.RUNGS)[:2]},
+    "the earlier defaults": replay_lesson.EARLIER | QUICK,
+}
 LANDER = "MountainCar-v0"  # LunarLander needs Box2D
 EVERYTHING = functools.reduce(dict.__or__, replay_lesson.STEPWISE.values())
-
-
-def table_of_rates() -> None:
-    """Predicts, measures and writes the table of rates."""
-    for step in ("predict rates_predicted.csv", "measure rates_measured.csv", "table rates.md"):
-        law.main(step.split())
 
 
 class Smoke(NamedTuple):
@@ -333,7 +334,7 @@ SMOKE = {
     "rates": Smoke(
         law,
         {"rates.md": ["error of the twin", "of the lookup"]},
-        [table_of_rates],
+        steps("predict rates_predicted.csv", "measure rates_measured.csv", "table rates.md"),
         {
             "Config": config_class(num_envs=4, rollout_length=16, slice_length=16, eval_episodes=2),
             "dataclasses": replacing(64),
@@ -386,7 +387,7 @@ SMOKE = {
         {"characters.md": ["| kept |", "stored, bytes a parameter"], "characters.png": []},
         [Path("characters.md")],
         {"UPDATES": 2, "EVERY": 1, "SEEDS": 1, "UNITS": 8}
-        | {"characters": lambda: (torch.arange(1_000) % 5, torch.arange(1_000) % 5, 5)},
+        | {"characters": lambda: (torch.arange(1_000) % 5, torch.arange(1_000) % 5, "abcde")},
     ),
     "strangers": Smoke(
         scripts,
@@ -434,7 +435,7 @@ SMOKE = {
         real_stacks,
         {"real_stacks.md": ["what is run", "model=bf16:loop: "]},
         [Path("real_stacks.md")],
-        {"PACKAGES": {"torch": "torch"}},
+        {"PACKAGES": {"torch": "torch"}, "obstacle": lambda name: None},
         one_line,
     ),
 }
@@ -481,9 +482,10 @@ SMOKE |= {
 }
 
 
-@pytest.mark.parametrize("name", SMOKE)
-def test_a_benchmark_writes_its_tables(name, one_process, monkeypatch, tmp_path):
-    module, files, runs, sizes, prepare = SMOKE[name]
+@pytest.mark.parametrize(("module", "files", "runs", "sizes", "prepare"), SMOKE.values(), ids=SMOKE)
+def test_a_benchmark_writes_its_tables(
+    module, files, runs, sizes, prepare, one_process, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Figure, "savefig", touch)
     monkeypatch.setattr(tasks, "best_of", {tasks.CART: 199.0, tasks.LQR: -5.0}.get)

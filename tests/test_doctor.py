@@ -293,9 +293,12 @@ def training(watch):
                 for mean, p in zip(target.parameters(), model.parameters(), strict=True):
                     mean.lerp_(p, 0.01)
     everything = [*model.parameters(), *target.parameters()]
-    numbers = [torch.rand(1), torch.tensor([random.random(), np.random.rand()])]
-    numbers += [p.detach().clone() for p in everything]
-    numbers += [p.grad for p in model.parameters()]
+    numbers = [
+        torch.rand(1),
+        torch.tensor([random.random(), np.random.rand()]),
+        *(p.detach().clone() for p in everything),
+        *(p.grad for p in model.parameters()),
+    ]
     return doctor, numbers, [weakref.ref(x) for x in (model, optimizer, target, *everything)]
 
 
@@ -588,14 +591,13 @@ WORDS = {  # what is trained, with expected words and phrases
 }
 
 
-@pytest.mark.parametrize("what", WORDS)
-def test_each_word_has_its_case(what):
-    train, expected = WORDS[what]
+@pytest.mark.parametrize(("train", "expected"), WORDS.values(), ids=WORDS)
+def test_each_word_has_its_case(train, expected):
     findings = train([*expected])
     for text, (word, phrase) in expected.items():
-        assert findings[text].verdict == word and phrase in str(findings[text]), findings[text]
-        rate = findings[text].rate
-        assert rate > 4 if word == "faster" else not rate > 1.5
+        finding = findings[text]
+        assert finding.verdict == word and phrase in str(finding), finding
+        assert finding.rate > 4 if word == "faster" else not finding.rate > 1.5
 
 
 # Averages
@@ -669,9 +671,8 @@ JUDGED = {  # the optimizer, the word of weights, and part of the report
 }
 
 
-@pytest.mark.parametrize("name", JUDGED)
-def test_other_optimizers_are_judged_by_their_weights_or_not_at_all(name):
-    make, word, part = JUDGED[name]
+@pytest.mark.parametrize(("make", "word", "part"), JUDGED.values(), ids=JUDGED)
+def test_other_optimizers_are_judged_by_their_weights_or_not_at_all(make, word, part):
     model = network()
     optimizer = make(model.parameters())
     doctor = Doctor(optimizer, formats=("weights=bf16", "m=bf16", "root=bf16", "forward=bf16"))

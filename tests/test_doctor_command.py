@@ -277,10 +277,11 @@ IN_REPORT = {
 }
 
 
-@pytest.mark.parametrize("name", IN_REPORT)
-def test_a_script_does_what_it_does_alone_and_is_reported(name, tmp_path, run, alone):
+@pytest.mark.parametrize(("source", "pattern", "tensors"), IN_REPORT.values(), ids=IN_REPORT)
+def test_a_script_does_what_it_does_alone_and_is_reported(
+    source, pattern, tensors, tmp_path, run, alone
+):
     path, report = tmp_path / "script.py", tmp_path / "r.json"
-    source, pattern, tensors = IN_REPORT[name]
     path.write_text(source)
     expected = alone(path)
     code, out, err = run("watch", "--json", report, path)

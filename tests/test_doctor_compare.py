@@ -130,18 +130,19 @@ def test_a_metric_that_is_not_printed_may_be_mended(stub):
     assert err.endswith("group around the number alone\n") and not stub.made
 
 
-def test_a_failure_in_float32_ends_it(stub):
-    stub.failing = "script.py"
+@pytest.mark.parametrize(
+    ("failing", "report", "message"),
+    [
+        ("script.py", REPORT, "float32 failed with exit code 1: it broke"),
+        ("-", "", "the script ended without a report of watch"),
+        ("-", REPORT.replace("version 2", "version 1"), "report, version 1: remove it and"),
+    ],
+)
+def test_a_failure_in_float32_ends_it(stub, failing, report, message):
+    stub.failing = failing
+    stub.report = report
     code, _, err = stub(*ARMS, *METRIC, "script.py")
-    assert code == 2 and "float32 failed with exit code 1: it broke" in err and len(stub.made) == 1
-    stub.failing = "-"
-    stub.report = ""
-    code, _, err = stub(*ARMS, *METRIC, "script.py")
-    assert code == 2 and "ended without a report of watch" in err and err.count("\n") == 1
-    stub.report = REPORT.replace("version 2", "version 1")
-    Path("script.py").write_text("pass")
-    code, _, err = stub(*ARMS, *METRIC, "script.py")
-    assert code == 2 and "json, a fp8rl.doctor report, version 1: remove it and" in err
+    assert code == 2 and message in err and err.count("\n") == 1 and len(stub.made) == 1
 
 
 @pytest.mark.parametrize(

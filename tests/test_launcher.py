@@ -223,9 +223,8 @@ def ended(
     return seen + out, err, code if code >= 0 else 128 - code
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_script_does_what_it_does_alone(name, tmp_path):
-    case = CASES[name]
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_script_does_what_it_does_alone(case, tmp_path):
     if any(signal.getsignal(number) is signal.SIG_IGN for number in case.signals):
         pytest.skip("this process ignores the signal, as under nohup, and so do its children")
     source = textwrap.dedent(case.source) + (WAIT if case.signals else "")
@@ -243,23 +242,23 @@ def test_a_script_does_what_it_does_alone(name, tmp_path):
     assert watched == (out, err + NOTHING * case.reports, code)
 
 
-STREAMS = ("2>&-", "2>/dev/full", "2> >(:)", ">&- 2>&-", ">/dev/full 2>&1")
-
-
-@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize(
+    "streams", ["2>&-", "2>/dev/full", "2> >(:)", ">&- 2>&-", ">/dev/full 2>&1"]
+)
 def test_streams_that_are_closed_or_full_change_no_exit_code(streams, tmp_path):
     """And what would go to stderr does not go to stdout instead."""
     (tmp_path / "script.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
-    expected = {"watch script.py 0": 0, "watch script.py 3": 3}
-    expected |= {"keep v=bf16 script.py 0": 2, "watch none.py": 2}
-    expected["watch --list"] = 2 if streams.startswith(">/dev/full") else 0
-    codes = {}
-    for words in expected:
+    for words, code in {
+        "watch script.py 0": 0,
+        "watch script.py 3": 3,
+        "keep v=bf16 script.py 0": 2,
+        "watch none.py": 2,
+        "watch --list": 2 if streams.startswith(">/dev/full") else 0,
+    }.items():
         line = f"{sys.executable} -m fp8rl.doctor {words} {streams}"
         ended = subprocess.run(["bash", "-c", line], cwd=tmp_path, stdout=subprocess.PIPE)
-        codes[words] = ended.returncode
+        assert ended.returncode == code, words
         assert ended.stdout == b"" or words == "watch --list"
-    assert codes == expected
 
 
 # Scripts that train. Each starts a process that imports torch
@@ -292,9 +291,8 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_a_training_is_reported_at_its_end(end, tmp_path):
-    line, signals = ENDS[end]
+@pytest.mark.parametrize(("line", "signals"), ENDS.values(), ids=ENDS)
+def test_a_training_is_reported_at_its_end(line, signals, tmp_path):
     (tmp_path / "script.py").write_text(TRAINING + line)
     case = Case("", words=("--json", "r.json", "script.py"), signals=signals)
     _, err, code = ended(case, WATCH, tmp_path, seconds=1)
@@ -319,9 +317,8 @@ UNDER_KEEP = {
 }
 
 
-@pytest.mark.parametrize("name", UNDER_KEEP)
-def test_keep_says_what_it_has_not_done(name, tmp_path):
-    source, code, says = UNDER_KEEP[name]
+@pytest.mark.parametrize(("source", "code", "says"), UNDER_KEEP.values(), ids=UNDER_KEEP)
+def test_keep_says_what_it_has_not_done(source, code, says, tmp_path):
     (tmp_path / "script.py").write_text(source)
     _, err, code_of_keep = ended(Case(""), ("-m", "fp8rl.doctor", "keep", "v=bf16"), tmp_path)
     assert code_of_keep == code

@@ -93,15 +93,15 @@ def test_a_mask_leaves_tokens_out_whatever_they_are():
     assert mismatch(LEARNER, ACTOR, [[1, 1, 1], [0, 0, 0]]).sequences == 1
 
 
-CLIPPED = [  # advantages, clip; clipped above, below, and of all tokens
-    (None, 0.2, (2 / 6, 1 / 6, math.nan)),
-    (None, 0.45, (1 / 6, 1 / 6, math.nan)),
-    ([1.0, -1.0], 0.2, (1 / 3, 1 / 3, 2 / 6)),  # 1.25 of the good sequence, 0.5 of the bad one
-    ([[-1.0, 0, 0], [0, 1, 0]], 0.2, (1, 0, 1 / 6)),
-]
-
-
-@pytest.mark.parametrize(("advantages", "clip", "shares"), CLIPPED)
+@pytest.mark.parametrize(
+    ("advantages", "clip", "shares"),  # clipped above, below, and of all tokens
+    [
+        (None, 0.2, (2 / 6, 1 / 6, math.nan)),
+        (None, 0.45, (1 / 6, 1 / 6, math.nan)),
+        ([1.0, -1.0], 0.2, (1 / 3, 1 / 3, 2 / 6)),  # 1.25 of the good sequence, 0.5 of the bad one
+        ([[-1.0, 0, 0], [0, 1, 0]], 0.2, (1, 0, 1 / 6)),
+    ],
+)
 def test_the_clip_drops_what_ppo_drops(advantages, clip, shares):
     report = mismatch(LEARNER, ACTOR, advantages=advantages, clip=clip)
     found = report.clipped_above, report.clipped_below, report.clipped
@@ -195,6 +195,15 @@ def in_columns(times: float) -> tuple:
     return logp + 0.01 * draw.normal(size=logp.shape) * factor, logp, mask
 
 
+def after_prompts(learner: np.ndarray, logp: np.ndarray) -> tuple:
+    """128 answers of 100 tokens after prompts of different lengths; five of them do not count."""
+    place = np.arange(160) - np.random.default_rng(2).integers(0, 50, (128, 1))
+    mask = (place >= 0) & (place < 100)
+    wide = [np.take_along_axis(x, place.clip(0, 99), 1) for x in (learner, logp)]
+    mask[:5] = False
+    return *(np.where(mask, x, np.nan) for x in wide), mask
+
+
 def weak_line(is_swapped: bool) -> tuple:
     """Another temperature and top-p in noise, so that log ratios hardly lie on a line."""
     draw = np.random.default_rng(1)
@@ -223,6 +232,11 @@ VERDICTS = {
     "a third": (lambda: where(ROWS % 3 == 0), ["padding"], "are those of sequences"),
     "from 30 on": (lambda: where(PLACE >= 30), ["template"], "from token 30 on"),
     "the first 10": (lambda: where(PLACE < 10), ["beginning"], "at the first tokens"),
+    "the first 10 after prompts": (
+        lambda: after_prompts(*where(PLACE < 10)),
+        ["beginning"],
+        "at the first tokens",
+    ),
     "another policy": (
         lambda: (policy_logp(128, seed=5), policy_logp(128)),
         ["other"],
@@ -278,9 +292,8 @@ VERDICTS = {
 }
 
 
-@pytest.mark.parametrize("name", VERDICTS)
-def test_each_dump_is_called_what_it_is(name):
-    make, expected, words = VERDICTS[name]
+@pytest.mark.parametrize(("make", "expected", "words"), VERDICTS.values(), ids=VERDICTS)
+def test_each_dump_is_called_what_it_is(make, expected, words):
     dump = make()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -299,26 +312,6 @@ def test_noise_of_any_distribution_is_rounding_in_dumps_of_any_shape(shape):
         assert report.verdict == "rounding", (dump.variant, report.causes)
 
 
-def test_a_verdict_is_of_the_tokens_that_count_wherever_they_are():
-    """Answers after prompts of different lengths, and some sequences that do not count."""
-    learner, logp = where(PLACE < 10)
-    place = np.random.default_rng(2).integers(0, 50, (128, 1)) + np.arange(100)
-    mask = np.zeros((128, 160), bool)
-    np.put_along_axis(mask, place, True, 1)
-    mask[:5] = False
-    wide = [np.full(mask.shape, np.nan) for _ in range(2)]
-    for x, narrow in zip(wide, (learner, logp), strict=True):
-        np.put_along_axis(x, place, narrow, 1)
-    report = mismatch(*wide, mask)
-    expected = mismatch(learner[5:], logp[5:])
-    assert report.kind == expected.kind == "beginning"
-    # Columns are compared, too, because sequences begin in different ones.
-    symptoms = {symptom.name: symptom.value for symptom in report.symptoms}
-    assert symptoms == pytest.approx(
-        {x.name: x.value for x in expected.symptoms} | {"a column": symptoms["a column"]}
-    )
-
-
 FILLED = {  # where fillers are, the tokens that count, and words
     "last": (lambda place, ends, begin: place == ends - 1, True, "at the last token of"),
     "first": (lambda place, ends, begin: place == 0, True, "at the first token of"),
@@ -330,13 +323,12 @@ FILLED = {  # where fillers are, the tokens that count, and words
 
 
 @pytest.mark.parametrize(("whose", "constant"), [("actor", 0.0), ("learner", -100.0)])
-@pytest.mark.parametrize("name", FILLED)
-def test_fillers_are_found_and_located(name, whose, constant):
+@pytest.mark.parametrize(("tokens", "has_mask", "words"), FILLED.values(), ids=FILLED)
+def test_fillers_are_found_and_located(tokens, has_mask, words, whose, constant):
     draw = torch.Generator().manual_seed(0)
     place = torch.arange(100)
     ends = torch.randint(33, 101, (64, 1), generator=draw)
     begin = torch.randint(6, 88, (64, 1), generator=draw)
-    tokens, has_mask, words = FILLED[name]
     pair = dict(zip(("learner", "actor"), sampled(), strict=True))
     pair[whose] = pair[whose].masked_fill(tokens(place, ends, begin), constant)
     report = mismatch(pair["learner"], pair["actor"], place < ends if has_mask else None)
@@ -347,11 +339,18 @@ def test_fillers_are_found_and_located(name, whose, constant):
     assert any("Give a mask" in note for note in report.notes) != has_mask
 
 
-PRECISIONS = [(None, 0.2, "rounding or bug"), ("bf16", 0.2, "bug"), ("fp8", 0.2, "rounding")]
-PRECISIONS += [(1.0, 0.2, "rounding"), (3.0, 0.2, "bug"), ("bf16", 0.02, "rounding")]
-
-
-@pytest.mark.parametrize(("precision", "noise", "verdict"), [*PRECISIONS, ("fp16", 0.02, "bug")])
+@pytest.mark.parametrize(
+    ("precision", "noise", "verdict"),
+    [
+        (None, 0.2, "rounding or bug"),
+        ("bf16", 0.2, "bug"),
+        ("fp8", 0.2, "rounding"),
+        (1.0, 0.2, "rounding"),
+        (3.0, 0.2, "bug"),
+        ("bf16", 0.02, "rounding"),
+        ("fp16", 0.02, "bug"),
+    ],
+)
 def test_fewer_bits_than_both_programs_claim_are_a_bug(precision, noise, verdict):
     report = mismatch(*sampled(noise=noise), precision=precision)
     assert (report.verdict, report.kind) == (verdict, "precision" if verdict == "bug" else "")
@@ -369,23 +368,25 @@ def seen(name: str, kind: str, value: float) -> Seen:
 WEAK = seen("a large beginning", "beginning", 0.9)
 LABELS = seen("log-probabilities of other labels", "shift", 2.0)
 TAIL = seen("a heavy tail", "heavy tail", 5.0)
-RULES = [  # symptoms and what is named
-    ([WEAK], []),
-    ([seen("unlike", "other", 2.0), WEAK], ["beginning"]),
-    ([LABELS, WEAK], ["shift"]),
-    ([seen("the last token", "last token", 2.0), WEAK], ["last token"]),
-    # Another prompt makes log-probabilities as unlike as other labels do.
-    ([LABELS, WEAK._replace(value=1.1)], ["beginning"]),
-    ([TAIL, seen("a position", "template", 2.0)], ["heavy tail", "template"]),
-    ([TAIL, seen("a position", "template", 3.0), seen("a trend", "trend", 2.0)], ["template"]),
-    (
-        [seen("a line", "temperature", 2.0), seen("below", "truncation", 2.0), TAIL],
-        ["temperature", "truncation"],
-    ),
-]
 
 
-@pytest.mark.parametrize(("symptoms", "kinds"), RULES)
+@pytest.mark.parametrize(
+    ("symptoms", "kinds"),  # what is named
+    [
+        ([WEAK], []),
+        ([seen("unlike", "other", 2.0), WEAK], ["beginning"]),
+        ([LABELS, WEAK], ["shift"]),
+        ([seen("the last token", "last token", 2.0), WEAK], ["last token"]),
+        # Another prompt makes log-probabilities as unlike as other labels do.
+        ([LABELS, WEAK._replace(value=1.1)], ["beginning"]),
+        ([TAIL, seen("a position", "template", 2.0)], ["heavy tail", "template"]),
+        ([TAIL, seen("a position", "template", 3.0), seen("a trend", "trend", 2.0)], ["template"]),
+        (
+            [seen("a line", "temperature", 2.0), seen("below", "truncation", 2.0), TAIL],
+            ["temperature", "truncation"],
+        ),
+    ],
+)
 def test_one_bug_is_named_where_it_explains_the_other_symptoms(symptoms, kinds):
     gap = Gap(np.full((2, 2), -1.0), np.full((2, 2), -1.5), np.ones((2, 2), bool), 0.0)
     assert judge(gap, symptoms) == ("bug" if kinds else "rounding", kinds)

@@ -142,8 +142,11 @@ def test_records_of_sequences_and_of_batches_give_the_same_report(name, ending, 
 
 
 def test_types_of_half_precision_are_kept(tmp_path):
-    half = {"old_log_probs": LEARNER.bfloat16(), "rollout_log_probs": ACTOR.half()}
-    half["advantages"] = ADVANTAGES.bfloat16()
+    half = {
+        "old_log_probs": LEARNER.bfloat16(),
+        "rollout_log_probs": ACTOR.half(),
+        "advantages": ADVANTAGES.bfloat16(),
+    }
     expected = mismatch(half)
     assert "lower bound" in str(expected)
     one_by_one = [dict(zip(half, rows, strict=True)) for rows in zip(*half.values(), strict=True)]
@@ -316,9 +319,10 @@ FILES = {  # what a file is called and holds, and words of the error
 }
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_of_a_stranger_is_refused_in_one_line_and_nothing_is_run(name, tmp_path, capfd):
-    ending, content, words = FILES[name]
+@pytest.mark.parametrize(("ending", "content", "words"), FILES.values(), ids=FILES)
+def test_a_file_of_a_stranger_is_refused_in_one_line_and_nothing_is_run(
+    ending, content, words, tmp_path, capfd
+):
     path = tmp_path / f"dump.{ending}"
     if content is not None:
         path.write_bytes(content)

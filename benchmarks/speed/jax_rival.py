@@ -28,7 +28,6 @@ from fp8rl.config import Config
 from fp8rl.env import DAMPING, LIMIT, MAX_STEPS, PUSH
 
 jax.config.update("jax_default_prng_impl", "rbg")
-CALL_STEPS = 2**18  # environment steps in one call, about
 
 
 class State(NamedTuple):
@@ -200,7 +199,7 @@ def train(options, tick):
     agents = max(options.agents, 1)
     size = num_envs * length
     iterations = -(-options.steps // size)
-    calls = -(-iterations * size * agents // CALL_STEPS)
+    calls = -(-iterations * size * agents // 2**18)  # of so many environment steps, about
     count = -(-iterations // calls)  # iterations in one call
     body = functools.partial(
         iteration,

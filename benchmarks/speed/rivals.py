@@ -49,7 +49,6 @@ SECONDS_IMPORTING_TORCH = time.perf_counter() - BEGAN
 
 GAMMA, ENTROPY_COEF = 0.99, 0.01
 REWARD_SCALE = 1 - GAMMA  # keeps the critic's targets of order 1; fp8rl measures their size instead
-ENDLESS = 10**12  # steps, when speed is measured: the learning rate then stays at its start
 WARM_SECONDS = 1.0
 
 
@@ -77,8 +76,13 @@ def ours(options: argparse.Namespace, tick: Callable) -> None:
 
 
 def default_config(options: argparse.Namespace) -> Config:
-    shape = {"num_envs": options.num_envs, "steps": options.steps}
-    return Config(seed=options.seed, eval_every=0, eval_episodes=1, **shape)
+    return Config(
+        num_envs=options.num_envs,
+        steps=options.steps,
+        seed=options.seed,
+        eval_every=0,
+        eval_episodes=1,
+    )
 
 
 def new_rollouts(options: argparse.Namespace) -> Config:
@@ -255,15 +259,15 @@ def main(train: Callable, variants: Sequence[str], uses_torch: bool = True) -> N
     parser.add_argument("--no-graph", action="store_true", help="of fp8rl, without CUDA graphs")
     parser.add_argument("--matmul", default="default", help="of JAX; on a GPU default is TF32")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--core", type=int, help="the only core to use")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     if options.core is not None:
         os.sched_setaffinity(0, {options.core})  # before XLA counts the cores
     measure = outcome_of if options.steps else speed_of
-    options.steps = options.steps or ENDLESS
+    # Without an end, when speed is measured: the learning rate then stays at its start
+    options.steps = options.steps or 10**12
     result = measure(options, train)
     if not uses_torch:
         result["seconds_importing_torch"] = SECONDS_IMPORTING_TORCH

@@ -49,7 +49,6 @@ class BatchedVecEnv(VecEnv):
         single = CustomEnv()
         super().__init__(num_envs, single.observation_space, single.action_space)
         self.random = np.random.default_rng(seed)
-        self.nothing = {}
 
     def starts(self, count: int) -> np.ndarray:
         return self.random.uniform(-Config.start_noise, Config.start_noise, (count, 2)).astype(
@@ -74,7 +73,7 @@ class BatchedVecEnv(VecEnv):
         rewards = rivals.REWARD_SCALE * (1 - np.float32(0.1) * distance)
         terminated = distance > LIMIT
         dones = terminated | (self.ages >= MAX_STEPS)
-        infos = [self.nothing] * self.num_envs
+        infos = [{}] * self.num_envs
         (ended,) = dones.nonzero()
         for i in ended:
             infos[i] = {
