@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import functools
 import importlib.util
 import itertools
 import json
@@ -159,9 +160,7 @@ def test_script_runs_without_the_package_and_gives_the_numbers_of_the_cells(
 ):
     arguments = ["--precision", precision, "--seed", "3", "--steps", "4096", "--out", "cart"]
     runpy.run_path(ROOT / "notebooks/actor_critic.py")["main"](arguments)
-    names = {}
-    for cell in cells_of_main(until="## 6.", tag="definitions"):
-        exec(cell, names)
+    names = definitions_of_main()
     learn = names["replay"](names["corrected_update"], names["LENGTH"])
     history = names["train"](names["new_agent"](precision, 3), learn, 4_096, 3)
     lines = csv.DictReader(Path("cart.csv").read_text().splitlines())
@@ -183,10 +182,27 @@ def test_script_refuses_in_one_line(without_package, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_v_trace_of_the_notebook_is_the_packages(settings_of_notebook):
+def definitions_of_main() -> dict:
+    """What sections 1 to 5 of the main notebook define, by name."""
     names = {}
     for cell in cells_of_main(until="## 6.", tag="definitions"):
         exec(cell, names)
+    return names
+
+
+def test_without_ratio_and_clip_the_corrected_update_is_a2c(settings_of_notebook):
+    names = definitions_of_main()
+    rollout = names["Carts"](0).collect(names["new_agent"]("fp32", 0))
+    uncorrected = functools.partial(names["corrected_update"], ratio=False, clip=None)
+    agents = [names["new_agent"]("fp32", 0) for _ in range(2)]
+    for agent, update in zip(agents, (names["a2c_update"], uncorrected), strict=True):
+        update(agent, rollout)
+    one, other = (agent.model.state_dict() for agent in agents)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_v_trace_of_the_notebook_is_the_packages(settings_of_notebook):
+    names = definitions_of_main()
     torch.manual_seed(0)
     shape = (16, 4)
     terminated, valid = torch.rand(2, *shape) < torch.tensor([0.1, 0.9]).view(2, 1, 1)
