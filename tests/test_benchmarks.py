@@ -271,7 +271,10 @@ SMOKE = {
             "LESSON_SEEDS": range(1000, 1001),
             "LESSON_STEPS": 4_352,  # 17 iterations: one more than a curve is smoothed over
             "PRECISIONS": ("fp8",),
-            "LESSON_ARMS": ("no replay: A2C", "slices, corrected"),
+            "LESSON_ARMS": {
+                name: replay_lesson.LESSON_ARMS[name]
+                for name in ("no replay: A2C", "slices, corrected")
+            },
         },
     ),
     "published": Smoke(
