@@ -114,6 +114,14 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert path.read_bytes() == b"whole" and [*tmp_path.iterdir()] == [path]
 
 
+def test_a_link_in_place_of_the_temporary_file_is_not_followed(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    (tmp_path / "a.tmp").symlink_to(precious)
+    write_whole(tmp_path / "a", lambda file: file.write(b"whole"))
+    assert precious.read_text() == "precious" and (tmp_path / "a").read_bytes() == b"whole"
+
+
 def test_a_full_disk_is_named_with_its_path(tmp_path, monkeypatch, capsys):
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")

@@ -63,8 +63,9 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     `write` writes to a new temporary file beside it, which is then renamed.
     """
     temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)  # a killed process may have left it, or a link may be there
     try:
-        with opened(temporary, "wb") as file:  # a killed process may have left one
+        with opened(temporary, "xb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
