@@ -35,7 +35,7 @@ class BatchFile:
         fields = [dataclasses.asdict(config) for config in configs]
         digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
         self.configs = configs
-        self.path = folder and folder / f"batch-{digest[:12]}.pt"
+        self.path = None if folder is None else folder / f"batch-{digest[:12]}.pt"
         self.saved_at = time.monotonic()
 
     def built(self, alone: bool) -> Run:

@@ -25,11 +25,15 @@ import torch
 from ..distribution import Gaussian
 from ..env import DAMPING, LIMIT, TensorEnv
 
-DISCOUNT, PUSH_COST, MAX_STEPS = 0.95, 0.02, 50
+DISCOUNT = 0.95
+PUSH_COST = 0.02
+MAX_STEPS = 50
 OUT_COST = LIMIT**2 / (1 - DISCOUNT)
 STARTS = 0.8, 0.1  # bounds of position and velocity
-A, B = np.array([[1.0, 1.0], [0.0, DAMPING]]), np.array([[1.0], [DAMPING]])  # x <- A x + B u
-Q, R = np.diag([1.0, 0.0]), np.array([[PUSH_COST]])
+A = np.array([[1.0, 1.0], [0.0, DAMPING]])  # x <- A x + B u
+B = np.array([[1.0], [DAMPING]])
+Q = np.diag([1.0, 0.0])
+R = np.array([[PUSH_COST]])
 
 
 @functools.cache
@@ -59,7 +63,11 @@ def optimal(state: torch.Tensor) -> torch.Tensor:
 class Lqr(TensorEnv):
     """N of these carts. The arguments are those of TensorEnv."""
 
-    num_actions, distribution, max_steps, state_size, discount = 1, Gaussian, MAX_STEPS, 2, DISCOUNT
+    num_actions = 1
+    distribution = Gaussian
+    max_steps = MAX_STEPS
+    state_size = 2
+    discount = DISCOUNT
     # A step that stays on the track has |v + u| < 4, so a step that leaves it has at most 5.
     bounds = (
         (-4 * LIMIT, -5.0),

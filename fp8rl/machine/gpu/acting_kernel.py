@@ -107,7 +107,9 @@ class Writer(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule):
         super().__init__(module)
-        self.lines, self.logical, self.extra_traceback = [], set(), False
+        self.lines = []
+        self.logical = set()
+        self.extra_traceback = False
 
     def new(self, expression: str, logical: bool = False) -> int:
         """Writes a line, and returns the name of its number or truth value."""
@@ -325,20 +327,20 @@ def play(
     MAX_STEPS: tl.constexpr = SIZES[5]
     ROWS: tl.constexpr = SIZES[6]
     GAUSSIAN: tl.constexpr = SIZES[7]
-    agent, own = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside, at = own < N, (FIRST_AGENT + agent).to(tl.int64) * N + own
-    column, rows, rows_in = tl.arange(0, SIDE)[None, :], at[:, None], inside[:, None]
-    of_state, of_obs, of_action = (
-        rows_in & (column < K),
-        rows_in & (column < F),
-        rows_in & (column < A),
-    )
+    agent = tl.program_id(1)
+    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = own < N
+    at = (FIRST_AGENT + agent).to(tl.int64) * N + own
+    column = tl.arange(0, SIDE)[None, :]
+    rows = at[:, None]
+    rows_in = inside[:, None]
+    of_state = rows_in & (column < K)
+    of_obs = rows_in & (column < F)
+    of_action = rows_in & (column < A)
     state = tl.load(states + rows * K + column, mask=of_state, other=0.0)
     seen = tl.load(obs + rows * F + column, mask=of_obs, other=0.0)
-    elapsed, done = (
-        tl.load(elapsed_of + at, mask=inside, other=0),
-        tl.load(done_of + at, mask=inside, other=0) != 0,
-    )
+    elapsed = tl.load(elapsed_of + at, mask=inside, other=0)
+    done = tl.load(done_of + at, mask=inside, other=0) != 0
     layers = layers_of(network, agent, SIZES)
     for t in range(T):
         x = outputs_of(seen, layers, inside, SIZES[8], ROUND)
@@ -410,11 +412,9 @@ class Fused:
 
     def __init__(self, env: TensorEnv, model, acting: Callable):
         policy = acting(model)
-        self.acting, self.gaussian, self.envs = (
-            acting,
-            policy.spread is not None,
-            env.num_envs // policy.parts[-1][0].stop,
-        )
+        self.acting = acting
+        self.gaussian = policy.spread is not None
+        self.envs = env.num_envs // policy.parts[-1][0].stop
         width = policy.parts[0][1][0][0].shape[-1]  # of the first weights [S, I, O]
         self.sizes = sizes = len(env.bounds[0]), env.state_size, env.num_actions, width
         used = {
@@ -460,33 +460,24 @@ class Fused:
         self, model, env: TensorEnv, noise: torch.Tensor, starts: torch.Tensor, state: None = None
     ):
         """Does what rollout.unroll does, with the agents' present weights."""
-        policy, length, count, own = (
-            self.acting(model),
-            len(noise),
-            env.num_envs,
-            torch.contiguous_format,
-        )
+        policy = self.acting(model)
         if policy is None:
             return unroll(model.acting(), env, noise, starts, state)
-        (F, _, A, _), empty = self.sizes, env.obs.new_empty
-        states, elapsed, done = (
-            env.state.clone(memory_format=own),
-            env.elapsed.clone(),
-            env.done.byte(),
-        )
-        obs, outputs, rewards = (
-            empty(length + 1, count, F),
-            empty(length, count, A),
-            empty(length, count),
-        )
+        length = len(noise)
+        count = env.num_envs
+        F, _, A, _ = self.sizes
+        states = env.state.clone(memory_format=torch.contiguous_format)
+        elapsed = env.elapsed.clone()
+        done = env.done.byte()
+        obs = env.obs.new_empty(length + 1, count, F)
+        outputs = env.obs.new_empty(length, count, A)
+        rewards = env.obs.new_empty(length, count)
         flags = torch.empty(length, count, dtype=torch.uint8, device=obs.device)
         actions = torch.empty_like(outputs) if self.gaussian else flags.long()
-        obs[0], starts, noise, deviations = (
-            env.obs,
-            starts.contiguous(),
-            noise.contiguous(),
-            policy.spread,
-        )
+        obs[0] = env.obs
+        starts = starts.contiguous()
+        noise = noise.contiguous()
+        deviations = policy.spread
         if self.gaussian:
             deviations = Gaussian.outputs(policy.spread, policy.spread)[..., A:].exp().contiguous()
         warps = 2 if self.rows * self.sizes[3] <= 1024 else 8  # measured on an H200
@@ -519,7 +510,10 @@ class Fused:
                     self.observe,
                     num_warps=warps,
                 )
-        env.state, env.obs, env.elapsed, env.done = states, obs[-1].clone(), elapsed, done.bool()
+        env.state = states
+        env.obs = obs[-1].clone()
+        env.elapsed = elapsed
+        env.done = done.bool()
         if self.gaussian:
             outputs = Gaussian.outputs(
                 outputs.unflatten(1, (len(policy.spread), -1)), policy.spread
