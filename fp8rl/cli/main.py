@@ -85,6 +85,8 @@ def main() -> None:
         message = "interrupted"
         code = 130
     except RuntimeError as error:
+        # torchrun's SIGTERM may follow the error of a lost rank, and would end this handler
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         rank, size = processes.rank_and_size()
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             message = (
