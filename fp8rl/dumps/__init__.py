@@ -52,43 +52,57 @@ from .symptoms import (
 
 # What a kind of bug means, and what to do about it where that is sure. Otherwise what to look at.
 MEANING = {
-    "shift": "the learner's log-probabilities are those of other positions. Look at how labels are "
-    "shifted against logits, and at how the two arrays are aligned.",
+    "shift": "the learner's log-probabilities are those of other tokens. Look at how labels are "
+    "shifted against logits, at how the two arrays are aligned, and for a token that one of them "
+    "lacks. If nothing is shifted, the learner has other weights: look for an adapter that is not "
+    "applied.",
+    "order": "sequences, or pieces of them, are in another order in one of the arrays. Look at "
+    "sorting by length, at dynamic batches and at packed rows whose order was not undone.",
+    "base": "the two programs take logarithms of different bases.",
     "truncation": "the actor samples from a part of the distribution (top-p, top-k or min-p), and "
-    "its log-probabilities are those of that part. Turn it off, or ask the engine for "
-    "log-probabilities before it.",
+    "its log-probabilities are those of that part: turn it off (engines take defaults from "
+    "generation_config), or ask for log-probabilities before it. Or the learner's softmax has "
+    "tokens that the actor cannot sample, as padded rows of the vocabulary.",
     "temperature": "the log-probabilities have different temperatures. Either the engine "
     "returns those of raw logits (vLLM: set logprobs_mode=processed_logprobs first), or the "
     "learner does not divide its logits by the actor's temperature.",
     "repetition": "tokens that a sequence had before differ from new ones. Look at the engine's "
     "repetition, presence and frequency penalties.",
+    "weights": "the same tokens differ everywhere, as they do if the two programs have different "
+    "weights. Look at when weights are sent, and which: the head, embeddings, adapters (merged in "
+    "bf16, scaled twice, not applied), a bias of logits, tokens that the engine suppresses.",
     "padding": "some sequences differ more than others, as if they were read in another context. "
-    "Look at left padding, position ids, the attention mask and cached prefixes.",
-    "template": "all sequences differ from one position on. Look at the chat template, at tokens "
-    "that are added or left out there, and at a cache that has fewer bits from there on.",
+    "Look at left padding, position ids, the attention mask, packing, and prefixes that were cached "
+    "before weights were sent.",
+    "template": "sequences differ from one position on. Look at the tokens before it: the chat "
+    "template, a tool's reply that was tokenized again, and a cache that has fewer bits or older "
+    "weights there.",
     "beginning": "all sequences differ most at their beginning. Look at the prompt, the first "
-    "token, the padding before it and tokens that the engine suppresses there.",
+    "token, the padding before it, tokens that the engine suppresses there, and a prefix cache that "
+    "was not reset when weights were sent.",
     "last token": "the last tokens of sequences differ. Look at end tokens that are appended or "
     "forced, and at the length limit.",
     "trend": "the gap grows along the sequences. Look at position ids, the scaling of rotary "
-    "positions, the attention window and the bits of the cache.",
+    "positions, the attention window, the bits of the cache, and weights sent in mid-rollout.",
     "heavy tail": "few tokens, here and there, have most of the gap. Look at experts that the two "
-    "programs choose differently (routing), at other kernels, and at the tokens themselves.",
+    "programs choose differently (replay the router's choice), at other kernels, and at the tokens "
+    "themselves.",
     "stale": "the actor has older weights than the learner. Look at when weights are sent.",
     "filler": "some log-probabilities are fillers, not those of sampled tokens.",
     "greedy": "the actor's log-probabilities are all 0. Sample at the learner's temperature, and "
     "record the log-probabilities.",
     "mean ratio": "the mean ratio is above 1, which sampled tokens cannot give. Either the actor "
-    "sampled from another policy than its log-probabilities say, or the learner's do not sum to 1. "
+    "sampled from another policy than its log-probabilities say, or the learner's do not sum to 1, "
+    "or the two arrays are swapped. "
     "Tokens that were chosen by their reward, or that the learner has trained on, do this, too.",
-    "precision": "the gap is larger than the precision of both programs explains. Look for weights "
-    "that were not sent, dropout, another rope_theta, and places that compute in fewer bits.",
-    "other": "the gap is larger than rounding makes it, and nothing says why. Dropout in the "
-    "learner, old weights and another prompt do this.",
+    "precision": "the gap is larger than the precision of both programs, or the sound dump, "
+    "explains. Look for weights that were not sent, dropout, another rope_theta, and places that "
+    "compute in fewer bits.",
+    "other": "the gap is larger than rounding makes it, and nothing says why. Weights that were not "
+    "sent, an adapter that is not applied, dropout in the learner and another prompt do this.",
 }
-# Kinds of bugs that have a start.
-STARTS = ("beginning", "template")
-NEARLY_SEEN = 0.8  # of the limit
+LEAST_SHARE = 0.01  # of the squared gap; what explains less is named only if nothing else is seen
+ENOUGH = 2 / 3  # of the squared gap; if kinds explain that much, no further one is named
 
 
 class MismatchReport(NamedTuple):
@@ -203,13 +217,14 @@ class MismatchReport(NamedTuple):
         }[self.verdict]
         if self.verdict == "rounding" and not self.has_advantages:
             lines.append("  give advantages, too, to tell old weights from rounding")
-        for kind in self.causes:
-            lines.append(f"{'also' if lines else 'bug'} ({kind}): {MEANING[kind]}")
-            least = NEARLY_SEEN if kind in STARTS else 1.0
-            of_kind = [x for x in self.symptoms if x.kind == kind and x.excess > least]
+        for number, kind in enumerate(self.causes):
+            of_kind = [x for x in self.symptoms if x.kind == kind and x.is_seen]
+            share = max((x.share for x in of_kind), default=0.0)
+            lines.append(
+                f"{'also' if number and share < 1 / 3 else 'bug'} ({kind}): {MEANING[kind]}"
+            )
             lines += [symptom.line for symptom in of_kind]
-        others = [x for x in self.symptoms if x.is_seen and x.kind not in self.causes]
-        return lines + [symptom.line for symptom in others]
+        return lines
 
     def numbers(self) -> list[str]:
         """Lines with the numbers of the report."""
@@ -507,47 +522,30 @@ def horizon_of(length: int, spread: float) -> float:
 
 
 def judge(gap: Gap, symptoms: list[Seen]) -> tuple[str, list[str]]:
-    """The verdict, and the kinds of bugs in order. `symptoms` begin with the strongest."""
+    """The verdict, and the kinds of bugs in order, as of `symptoms_of`."""
     if not gap.log_ratio.any():
         return "exact", []
     if not symptoms:
         return "not judged", []
     seen = [symptom for symptom in symptoms if symptom.is_seen]
-    if any(symptom.kind in STARTS for symptom in seen):
-        # Another prompt makes log-probabilities as unlike as other labels do, but from a place on.
-        seen = [x for x in seen if x.name != "log-probabilities of other labels"]
-    kinds = list(dict.fromkeys(symptom.kind for symptom in seen))
-    if not kinds:
-        return "rounding", []
-    # A bug of one of these kinds often has symptoms of other kinds, too. The first one seen is
-    # named, and beside it only the kinds in brackets, which it does not explain.
-    leading_kinds = {
-        "shift": (),
-        "temperature": ("truncation",),
-        "truncation": (),
-        "stale": (),
-        "repetition": ("beginning", "last token"),
-    }
-    for leading, beside in leading_kinds.items():
-        if leading in kinds:
-            return "bug", [leading, *(kind for kind in beside if kind in kinds)]
-    # These say that something is wrong, the other kinds say what.
-    vague = [x for x in ("mean ratio", "heavy tail", "precision", "other") if x in kinds]
-    named = [kind for kind in kinds if kind not in vague]
-    if not named:
-        # That there is a bug is certain, so a weaker symptom is enough to say where it begins.
-        starts = [x.kind for x in symptoms if x.kind in STARTS and x.excess > NEARLY_SEEN]
-        named = list(dict.fromkeys(starts))
-    # Few tokens, here and there, make sequences or positions differ by chance, too. So a heavy tail
-    # must exceed its limit twice as far as others theirs.
-    of_places = ("padding", "template", "beginning", "last token", "trend")
-    tail = max((x.excess for x in symptoms if x.kind == "heavy tail"), default=0.0)
-    places = max((x.excess for x in symptoms if x.kind in of_places), default=0.0)
-    if tail > max(1.0, 2 * places):
-        named.insert(0, "heavy tail")
-    if len(named) > 1 and "trend" in named:
-        named.remove("trend")  # a larger gap at some positions is a trend, too
-    return "bug", named or vague[:1]
+    kinds = kinds_of(symptoms)
+    return ("bug", kinds) if kinds else ("rounding", [])
+
+
+def kinds_of(symptoms: list[Seen]) -> list[str]:
+    """The kinds of bugs whose symptoms are seen, from what explains most of the squared gap on,
+    until two thirds are explained."""
+    shares = {}
+    for symptom in symptoms:
+        if symptom.is_seen:
+            shares.setdefault(symptom.kind, symptom.share)
+    kinds = []
+    explained = 0.0
+    for kind, share in shares.items():
+        if not kinds or (explained < ENOUGH and share > LEAST_SHARE):
+            kinds.append(kind)
+            explained += np.nan_to_num(share)
+    return kinds
 
 
 def note_on_others(verdict: str, causes: list[str], gap: Gap) -> str:

@@ -39,6 +39,9 @@ FEW_TOKENS = 256  # with fewer tokens, chance alone reaches the limits
 FEW_SEQUENCES = 16  # with fewer sequences, sequences and positions are not compared
 CHANCE = 5.0  # standard deviations over permutations; of a maximum, one in a thousand is beyond
 PERMUTATIONS = 200
+# Root mean square of the log ratios below which no places are compared: the horizon is then beyond
+# 10,000 tokens.
+HARMLESS = (0.1 / 10_000) ** 0.5
 # Bits that remain at least if both programs compute in a format. That is its bits of mantissa, less
 # three for errors that add up over layers (float32: less nine, because log-probabilities of large
 # vocabularies are sums of many terms).
@@ -52,6 +55,13 @@ BITS_LEFT = {
     "int4": 0.0,
     "fp4": 0.0,
 }
+SHRINK = 2.0  # tokens of mean 0 that are added to a group, so that a mean of few tokens is small
+PIECE = 64  # tokens of a row that are looked for in other rows
+UNLIKE = (
+    0.3  # squared log ratio, in variances of log-probabilities, of tokens with nothing in common
+)
+# Slopes of a line between logarithms of other bases: 2 and 10 for e, and e for 2 and 10
+BASES = (1 / np.log(2), 1 / np.log(10), np.log(2), np.log(10))
 FIRST = 4  # number of tokens at the beginning of a sequence in which padding is looked for
 AFTER = 2  # positions from a position on, which are compared with
 BEFORE = 4  # positions before it
@@ -125,22 +135,25 @@ class Aligned(Gap):
     longest sequence.
 
     `columns`    the tokens' columns in the rows of the dump, [S, T]
-    `precision`  what both programs claim to compute in, one of BITS_LEFT or the bits that remain;
-                 None if nothing is claimed
+    `precision`  what both programs claim to compute in, one of BITS_LEFT; None if nothing is said
+    `sound`      a dump that is known to be sound, or None
     `draw`       draws all permutations, in the order of the table
     """
 
     columns: np.ndarray | None = None
-    precision: str | float | None = None
+    precision: str | None = None
+    sound: "Aligned | None" = None
     draw: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     @classmethod
-    def of(cls, gap: Gap, precision: str | float | None = None) -> "Aligned":
+    def of(
+        cls, gap: Gap, precision: str | None = None, sound: "Aligned | None" = None
+    ) -> "Aligned":
         longest = int(gap.mask.sum(1).max())
         columns = np.argsort(~gap.mask, axis=1, kind="stable")[:, :longest]
         arrays = gap.learner, gap.actor, gap.mask, gap.advantages, gap.tokens
         moved = [None if x is None else np.take_along_axis(x, columns, 1) for x in arrays]
-        return cls(*moved[:3], gap.step, *moved[3:], columns, precision)
+        return cls(*moved[:3], gap.step, *moved[3:], columns, precision, sound)
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
@@ -158,6 +171,12 @@ class Aligned(Gap):
         return self.place == self.lengths[:, None] - 1
 
     @functools.cached_property
+    def is_after_hole(self) -> np.ndarray:
+        """Which tokens are the first three after some in the middle that do not count, [S, T]."""
+        is_first = np.diff(self.columns, axis=1, prepend=self.columns[:, :1]) > 1
+        return self.mask & (is_first | np.roll(is_first, 1, 1) | np.roll(is_first, 2, 1))
+
+    @functools.cached_property
     def bins(self) -> np.ndarray:
         """For each token, the number of a bin of tokens with similar log-probability, [S, T]."""
         return self.bins_of(32)
@@ -173,6 +192,10 @@ class Aligned(Gap):
         total = np.bincount(bins[self.mask], values[self.mask], minlength=bins.max() + 1)
         count = np.bincount(bins[self.mask], minlength=bins.max() + 1)
         return (total / np.maximum(count, 1))[bins]
+
+    def without_bins(self, values: np.ndarray) -> np.ndarray:
+        """`values` less the mean of their bins, [S, T]; 0 where there is no token."""
+        return np.where(self.mask, values - self.mean_of_bin(values, self.bins), 0.0)
 
     @functools.cached_property
     def size(self) -> np.ndarray:
@@ -230,6 +253,22 @@ class Aligned(Gap):
         """The share of the squared gap that is there because the mean log ratio is not 0."""
         return self.flat.log_ratio.mean() ** 2 / max(np.square(self.flat.log_ratio).mean(), TINY**2)
 
+    def share_of_groups(self, values: np.ndarray, group: np.ndarray) -> float:
+        """The share of the squared gap that the mean of a token's group foretells in *other*
+        sequences, of `values` and group numbers from 0, both [tokens].
+
+        Of what has nothing to do with the groups it is 0 or less. A mean of few tokens is drawn
+        to 0.
+        """
+        row = np.nonzero(self.mask)[0]
+        groups = group.max() + 1
+        _, own = np.unique(row * groups + group, return_inverse=True)
+        sums = np.bincount(group, values)[group] - np.bincount(own, values)[own]
+        counts = np.bincount(group)[group] - np.bincount(own)[own]
+        left = np.square(values - sums / (counts + SHRINK)).sum()
+        total = max(np.square(self.flat.log_ratio).sum(), TINY**2)
+        return float((np.square(values).sum() - left) / total)
+
     def share_at(self, affected: np.ndarray) -> float:
         """The share of the squared gap that is there only because `affected` tokens, [S, T], have
         larger log ratios than the others."""
@@ -242,7 +281,7 @@ class Aligned(Gap):
     @functools.cached_property
     def contrasts(self) -> dict[str, tuple[float, float]]:
         """By the name of a symptom of positions, its contrast and what rotated dumps reach."""
-        if self.sequences < FEW_SEQUENCES:
+        if self.sequences < FEW_SEQUENCES or self.rms < HARMLESS:
             return {}
         rows = {name: row for name, row in SYMPTOMS.items() if row.contrast}
         if len(np.unique(self.columns[self.lengths > 0, 0])) == 1:
@@ -263,13 +302,23 @@ class Aligned(Gap):
         return dict(zip(rows, zip(observed, chances, strict=True), strict=True))
 
 
-def symptoms_of(gap: Gap, precision: str | float | None = None) -> list[Seen]:
-    """All symptoms that a dump is large enough for, the strongest first."""
+def symptoms_of(gap: Gap, precision: str | None = None, sound: Aligned | None = None) -> list[Seen]:
+    """All symptoms that a dump is large enough for: first those that are seen, and of these first
+    what explains most.
+
+    A heavy tail is wherever the gap is large. So only what it explains beyond others counts.
+    """
     if gap.mask.sum() < FEW_TOKENS or not gap.log_ratio.any():
         return []
-    aligned = Aligned.of(gap, precision)
-    measured = [measure(name, aligned) for name in SYMPTOMS]
-    return sorted((x for x in measured if x is not None), key=lambda x: -x.excess)
+    aligned = Aligned.of(gap, precision, sound)
+    measured = [x for x in (measure(name, aligned) for name in SYMPTOMS) if x is not None]
+    others = [x.share for x in measured if x.is_seen and x.kind != "heavy tail"]
+
+    def rank(x: Seen) -> tuple[bool, float]:
+        beside = max(others, default=0.0) if x.kind == "heavy tail" else 0.0
+        return not x.is_seen, beside - np.nan_to_num(x.share)
+
+    return sorted(measured, key=rank)
 
 
 def measure(name: str, gap: Aligned) -> Seen | None:
@@ -338,40 +387,75 @@ def ratio_in_line(x: float) -> str:
 # Symptoms of all tokens alike
 
 
-def misplaced(gap: Aligned) -> dict | None:
-    """Do the learner's log-probabilities fit those of another position better?"""
-    size = np.abs(gap.flat.log_ratio).mean()
-    sizes = {}
+def misplaced(gap: Aligned) -> dict:
+    """Do the learner's log-probabilities fit those of a neighbouring token better, in whole
+    sequences or from a token on?
+
+    Where a token is missing in one of the arrays, all that follow are one off.
+    """
+    gains = {}
+    own = np.square(gap.log_ratio)
     for offset in (1, -1, 2, -2):
         place = np.arange(gap.mask.shape[1]) - offset
         is_inside = (place >= 0) & (place < gap.mask.shape[1])
         both = gap.mask & np.roll(gap.mask, offset, 1) & is_inside
-        if both.any():
-            sizes[offset] = np.abs(gap.learner - np.roll(gap.actor, offset, 1))[both].mean()
-    if not sizes:
-        return None
-    best = min(sizes, key=sizes.get)
-    value = float(size / max(sizes[best], TINY))
+        there = np.square(gap.learner - np.roll(gap.actor, offset, 1))
+        gain = np.where(both, own - there, 0.0)
+        from_here = np.cumsum(gain[:, ::-1], axis=1)
+        gains[offset] = float(from_here.max(1).sum())
+    best = max(gains, key=gains.get)
+    value = gains[best] / max(own.sum(), TINY**2)
     return {
         "value": value,
-        "share": max(1 - value**-2, 0.0) if value > 0 else 0.0,
+        "share": value,
         "distance": abs(best),
         "side": "before" if best > 0 else "after",
-        "there": sizes[best],
-        "here": size,
     }
 
 
-def mislabelled(gap: Aligned) -> dict:
-    """Does the learner give log-probabilities of other labels, hardly related to the actor's?
+def reordered(gap: Aligned) -> dict | None:
+    """Do the learner's log-probabilities fit other sequences of the actor better than their own?
 
-    If its logits are compared with the labels of the position before or after, it finds the tokens
-    that the actor sampled unlikely everywhere.
+    Rows are compared in pieces of PIECE tokens, because a piece of a row may be exchanged. A piece
+    fits another one if a tenth of the squared gap is left there. All of a row with such a piece
+    counts: one row may be longer than the other.
+    """
+    if gap.sequences < FEW_SEQUENCES:
+        return None
+    unlike = UNLIKE * gap.flat.actor.var()
+    # What follows the end of a row is no log-probability, and may be huge
+    own = np.minimum(np.square(gap.log_ratio), 100 * unlike)
+    is_moved = np.zeros(len(own), bool)
+    for start in range(0, gap.mask.shape[1], PIECE):
+        piece = slice(start, start + PIECE)
+        mask = gap.mask[:, piece].astype(np.float32)
+        count = mask.sum(1)
+        square = own[:, piece].sum(1)
+        rows = np.flatnonzero((count >= PIECE // 2) & (square > unlike * count))
+        if not len(rows):
+            continue
+        learner = gap.learner[rows, piece].astype(np.float32)
+        actor = gap.actor[:, piece].astype(np.float32)
+        common = mask[rows] @ mask.T
+        distance = np.square(learner) @ mask.T - 2 * learner @ actor.T
+        distance = (distance + mask[rows] @ np.square(actor).T) / np.maximum(common, 1)
+        distance[common < count[rows, None] / 2] = np.inf
+        is_moved[rows] |= distance.min(1) * count[rows] < 0.1 * square[rows]
+    share = own[is_moved].sum() / max(own.sum(), TINY**2)
+    return {"value": share, "share": share, "moved": is_moved.sum()}
+
+
+def mislabelled(gap: Aligned) -> dict:
+    """Does the learner find the tokens unlikely that the actor sampled, everywhere?
+
+    It does if its logits are compared with the labels of the position before or after, and if it
+    has other weights altogether.
     """
     common = correlation(gap.flat.learner, gap.flat.actor)
     less_likely = float((gap.flat.actor - gap.flat.learner).mean())
-    value = less_likely if common < 0.25 else 0.0  # wrong labels leave no more
-    return {"value": value, "share": 1.0, "less_likely": less_likely, "common": common}
+    value = less_likely if common < 0.6 and bits_of(gap) < 1 else 0.0
+    share = gap.share_of_mean
+    return {"value": value, "share": share, "less_likely": less_likely, "common": common}
 
 
 def truncated(gap: Aligned) -> dict:
@@ -438,51 +522,42 @@ def impossible(gap: Aligned) -> dict:
 
 
 def tempered(gap: Aligned) -> dict:
-    """Are the log ratios a straight line in the actor's log-probability?
+    """Is the log ratio a function of the actor's log-probability?
 
-    Noise makes such a line, too. The actor samples tokens whose log-probability its own errors
-    raised, and the learner has lower ones there. The correlation is then about the noise's size
-    over the spread of log-probabilities, and negative.
-
-    If the mean ratio differs from 1, which noise does not do, a weaker line is enough. Truncation
-    alone makes no line that falls. A mean ratio above 1 with a line that rises is that of a learner
-    that is sharper than the policy that sampled.
+    The mean log ratio of tokens of similar log-probability foretells that of other sequences. The
+    mean of all tokens is subtracted first: it is the mean ratio's. A temperature makes such a
+    function, and leaves the log-probabilities closely related. So does a logarithm of another base,
+    where the learner's is a multiple of the actor's.
     """
-    log_ratio = gap.flat.log_ratio
     actor = gap.flat.actor
-    along = correlation(actor, log_ratio)
-    slope = along * log_ratio.std() / max(actor.std(), TINY)
-    # Unrelated log-probabilities have such a line, too. A temperature leaves them closely related.
-    is_close = correlation(actor, gap.flat.learner) > 0.9
-    # A slope of 0.05 is that of a temperature of 0.95.
-    is_below = slope < -0.05 and measure("mean ratio below 1", gap).is_seen
-    is_above = slope > 0.05 and measure("mean ratio above 1", gap).is_seen
-    is_line = is_below or is_above
+    if correlation(actor, gap.flat.learner) < 0.9:
+        return {"value": 0.0, "slope": np.nan}
+    values = gap.flat.log_ratio - gap.flat.log_ratio.mean()
+    share = gap.share_of_groups(values, gap.bins[gap.mask])
+    slope = float(actor @ gap.flat.learner / max(actor @ actor, TINY))
+    left = np.square(gap.flat.learner - slope * actor).sum() / np.square(gap.flat.log_ratio).sum()
+    bases = [base for base in BASES if abs(slope / base - 1) < 0.01 and left < 0.01]
+    along = correlation(actor, gap.flat.log_ratio) * gap.flat.log_ratio.std()
     return {
-        "value": abs(along) if is_line or is_close else 0.0,
-        "share": along**2 * log_ratio.var() / np.square(log_ratio).mean(),
-        "chance": 0.0 if is_line else 0.66,
-        "slope": 1 + slope,
-        "along": along,
-        "of_learner": "below" if slope < 0 else "above",
-        "of_engine": "above" if slope < 0 else "below",
+        "value": share,
+        "share": share,
+        "kind": "base" if bases else "temperature",
+        "slope": 1 + along / max(actor.std(), TINY),
     }
 
 
-def unrelated(gap: Aligned) -> dict:
-    """How far are the two policies' log-probabilities from a common line?"""
-    common = correlation(gap.flat.learner, gap.flat.actor)
-    # Log-probabilities that hardly differ need not correlate.
-    return {"value": 0.0 if gap.rms < 0.1 else 1 - common, "common": common}
+def by_token(gap: Aligned) -> dict | None:
+    """Does the number of a token foretell its log ratio?
 
-
-def coarse(gap: Aligned) -> dict:
-    """Is the gap larger than any arithmetic in use makes it?"""
-    fewest = BITS_LEFT["fp8"]
-    bits = bits_of(gap, is_robust=True)
-    # Where all log-probabilities are alike, their spread says nothing of arithmetic.
-    value = 0.0 if gap.rms < 0.1 else 2.0 ** (fewest - bits)
-    return {"value": value, "bits": max(bits, 0), "fewest": fewest}
+    Rounding depends on the context and hardly on the token. A head, a layer or a bias that the two
+    programs do not share makes the same tokens more likely everywhere. What the log-probability
+    foretells is subtracted first.
+    """
+    if gap.tokens is None or gap.sequences < FEW_SEQUENCES:
+        return None
+    _, number = np.unique(gap.tokens[gap.mask], return_inverse=True)
+    share = gap.share_of_groups(gap.without_bins(gap.log_ratio)[gap.mask], number)
+    return {"value": share, "share": share}
 
 
 def too_few_bits(gap: Aligned) -> dict | None:
@@ -490,14 +565,39 @@ def too_few_bits(gap: Aligned) -> dict | None:
     if gap.precision is None:
         return None
     bits = bits_of(gap, is_robust=True)
-    left = BITS_LEFT.get(gap.precision, gap.precision)
-    is_format = gap.precision in BITS_LEFT
+    left = BITS_LEFT[gap.precision]
     return {
         "value": 2.0 ** (left - bits),
         "bits": max(bits, 0),
-        "expected": f"{gap.precision} on both sides leaves" if is_format else "you expect",
+        "precision": gap.precision,
         "left": left,
     }
+
+
+def unlike_sound(gap: Aligned) -> dict | None:
+    """Is a number of the gap larger than that of a dump which is known to be sound?
+
+    The numbers are means of k3, of all tokens and of some. Errors are those over sequences.
+    """
+    if gap.sound is None:
+        return None
+    worst = {"value": 0.0, "of": "", "here": 0.0, "there": 0.0, "errors": 0.0}
+    for of, places in PLACES.items():
+        (here, error), (there, error_there) = (
+            mean_and_error(x.excess - x.log_ratio, x.mask & places(x)) for x in (gap, gap.sound)
+        )
+        errors = (here - there) / max(np.hypot(error, error_there), TINY**2)
+        value = here / max(there, TINY**2)
+        if errors > CHANCE and value > worst["value"]:
+            worst = {"value": value, "of": of, "here": here, "there": there, "errors": errors}
+    return worst
+
+
+def mean_and_error(values: np.ndarray, tokens: np.ndarray) -> tuple[float, float]:
+    """The mean over these tokens, and its standard error."""
+    if not tokens.any():
+        return 0.0, 0.0
+    return float(values[tokens].mean()), standard_error(values, tokens)
 
 
 def learned(gap: Aligned) -> dict | None:
@@ -525,8 +625,14 @@ def learned(gap: Aligned) -> dict | None:
     value = 0.0
     if min(norms) > 0:
         value = float(residuals[0] @ residuals[1] / (norms[0] * norms[1]))
+    means = np.where(gap.mask, surplus, 0.0).sum(1)[is_used] / gap.lengths[is_used]
+    of_means = (gap.lengths[is_used] * np.square(means)).sum() / np.square(gap.log_ratio).sum()
     # The standard deviation of such a correlation is 1 / sqrt(S), if sequences are exchanged.
-    return {"value": value, "chance": 3 / np.sqrt(gap.sequences)}
+    return {
+        "value": value,
+        "share": max(value, 0) ** 2 * of_means,
+        "chance": 3 / np.sqrt(gap.sequences),
+    }
 
 
 def seen_before(gap: Aligned) -> dict | None:
@@ -543,21 +649,18 @@ def seen_before(gap: Aligned) -> dict | None:
     _, first = np.unique(rows * len(numbers) + kind, return_index=True)
     is_repeated[rows[first], places[first]] = False
     relative = np.clip(gap.log_ratio / np.maximum(gap.typical, TINY), -3.0, 3.0)
-
-    def without_bins(x: np.ndarray) -> np.ndarray:
-        return np.where(gap.mask, x - gap.mean_of_bin(x, gap.bins), 0.0)
-
-    relative = without_bins(relative)
-    weight = without_bins(is_repeated.astype(float))
+    relative = gap.without_bins(relative)
+    weight = gap.without_bins(is_repeated.astype(float))
     total = max(np.square(weight).sum(), TINY)
     difference = (weight * relative).sum() / total
     rest = weight * (relative - weight * difference)
     error = np.sqrt(np.square(rest.sum(1)).sum()) / total
-    groups = [gap.log_ratio[x & gap.mask] for x in (is_repeated, ~is_repeated)]
-    explained = sum(len(x) * x.mean() ** 2 for x in groups if len(x))
+    values = gap.without_bins(gap.log_ratio)[gap.mask]
+    # Penalties grow with a logit, so among tokens that occur again the bins differ
+    group = np.where(is_repeated, gap.bins + 1, 0)[gap.mask]
     return {
         "value": abs(difference),
-        "share": explained / max(np.square(gap.log_ratio[gap.mask]).sum(), TINY**2),
+        "share": gap.share_of_groups(values, group),
         "chance": CHANCE * error,
         "side": "higher" if difference > 0 else "lower",
     }
@@ -605,7 +708,7 @@ def heavy_tail(gap: Aligned) -> dict:
 
 def between_sequences(gap: Aligned) -> dict | None:
     """Do sequences differ in the size of their log ratios, in the first tokens or as a whole?"""
-    if gap.sequences < FEW_SEQUENCES:
+    if gap.sequences < FEW_SEQUENCES or gap.rms < HARMLESS:
         return None
     piece = -(-gap.mask.shape[1] // 32)  # the longest sequence has 32 pieces
     whole = spread_between(gap.scores, gap.mask, piece, gap.draw)
@@ -688,6 +791,13 @@ def last_over_others(gap: Aligned, scores: np.ndarray) -> float:
     return float((scores[rows, last] - np.mean(before, axis=0)).mean())
 
 
+def mean_after_holes(gap: Aligned, scores: np.ndarray) -> float:
+    """The mean score after holes in the mask. That of all tokens is 0."""
+    if gap.is_after_hole.any(1).sum() < FEW_SEQUENCES:
+        return 0.0
+    return float(scores[gap.is_after_hole].mean())
+
+
 def last_third_over_first(gap: Aligned, scores: np.ndarray) -> float:
     """Scores in the last third of each sequence, less those in the first third."""
     rows = np.flatnonzero(gap.lengths)
@@ -705,12 +815,22 @@ def larger_at(gap: Aligned, affected: np.ndarray, value: float, **where) -> dict
     return {"value": value, "share": gap.share_at(affected), "times": np.exp(value)} | where
 
 
+def until_half(means: np.ndarray, start: int, value: float) -> int:
+    """Where means that are larger by `value` from `start` on have fallen by half of it."""
+    before = means[max(start - BEFORE, 0) : start].mean()
+    is_lower = means[start:] < before + value / 2
+    return start + int(is_lower.argmax()) if is_lower.any() else len(means)
+
+
 def from_a_position(gap: Aligned, value: float) -> dict:
-    rises = rises_of(gap.means(gap.centred))
+    means = gap.means(gap.centred)
+    rises = rises_of(means)
     position = int(rises.argmax()) + 2 if len(rises) else 0
     before = gap.median(max(position - BEFORE, 0), position)
     value = min(value, gap.median(position, position + AFTER) - before)
-    return larger_at(gap, gap.place >= position, value, position=position)
+    end = until_half(means, position, value) if len(rises) else 0
+    affected = (gap.place >= position) & ((gap.place < end) | (end == len(means)))
+    return larger_at(gap, affected, value, position=position)
 
 
 def from_a_column(gap: Aligned, value: float) -> dict:
@@ -728,6 +848,14 @@ def at_the_beginning(gap: Aligned, value: float) -> dict:
     return larger_at(gap, gap.place < max(end, 2), value)
 
 
+# Of which tokens the numbers of a sound dump are compared
+PLACES = {
+    "of all tokens": lambda gap: gap.mask,
+    "of the first tokens": lambda gap: gap.place < FIRST,
+    "of the last tokens": lambda gap: gap.is_last,
+    "of the last third": lambda gap: gap.place >= gap.lengths[:, None] * 2 // 3,
+}
+
 # The table
 
 
@@ -735,18 +863,25 @@ SYMPTOMS = {
     "fit of a neighbouring token": Symptom(
         "shift",
         "fixed",
-        2.0,
+        0.5,
         misplaced,
-        "the learner's log-probabilities fit the actor's of the token {distance} {side} it: they "
-        "differ by {there:.2g} there, and by {here:.2g} at the same token",
+        "the learner's log-probabilities fit the actor's of the token {distance} {side} it, in "
+        "whole sequences or from a token on",
     ),
-    "log-probabilities of other labels": Symptom(
+    "fit of another sequence": Symptom(
+        "order",
+        "fixed",
+        0.3,
+        reordered,
+        "{moved:,} rows of the learner fit other rows of the actor, at least in pieces",
+    ),
+    "unlikely tokens": Symptom(
         "shift",
         "fixed",
-        2.0,  # nats
+        1.0,  # nats
         mislabelled,
-        "the learner finds the tokens e^{less_likely:.1f} times less likely on average, and its "
-        "log-probabilities hardly follow the actor's (correlation {common:.2f})",
+        "the learner finds the tokens e^{less_likely:.1f} times less likely on average, and the "
+        "log-probabilities correlate by {common:.2f} only",
     ),
     "mean ratio below 1": Symptom(
         "truncation",
@@ -763,38 +898,35 @@ SYMPTOMS = {
         impossible,
         "the mean ratio is {ratio} ± {error:.1g}, and tokens that the actor samples give at most 1",
     ),
-    "line in log-probability": Symptom(
+    "a function of the log-probability": Symptom(
         "temperature",
         "fixed",
-        0.25,
+        0.2,
         tempered,
-        "where the actor's log-probability changes by 1, the learner's changes by {slope:.2f} "
-        "(correlation of the log ratio {along:.2f}): at a temperature {of_learner} 1 the learner "
-        "does not divide, at one {of_engine} 1 the engine returns raw log-probabilities",
+        "where the actor's log-probability changes by 1, the learner's changes by {slope:.2f}",
     ),
-    "unlike log-probabilities": Symptom(
-        "other",
+    "the same at each token number": Symptom(
+        "weights",
         "fixed",
-        0.12,
-        unrelated,
-        "the policies' log-probabilities correlate by {common:.2f} only: rounding to one bit of "
-        "mantissa leaves more",
-    ),
-    "few bits": Symptom(
-        "other",
-        "fixed",
-        1.0,
-        coarse,
-        "arithmetic with {bits:.1f} bits of mantissa would make such a gap, and formats in use "
-        "leave more than {fewest:g}",
+        0.1,
+        by_token,
+        "the log ratio depends on which token of the vocabulary it is",
     ),
     "bits of the precision": Symptom(
         "precision",
         "fixed",
         1.0,
         too_few_bits,
-        "arithmetic with {bits:.1f} bits of mantissa would make such a gap, and {expected} "
-        "{left:g} or more",
+        "arithmetic with {bits:.1f} bits of mantissa would make such a gap, and {precision} on "
+        "both sides leaves {left:g} or more",
+    ),
+    "than the sound dump": Symptom(
+        "precision",
+        "fixed",
+        2.0,
+        unlike_sound,
+        "k3 {of} is {value:.2g} times that of the sound dump ({here:.2g} for {there:.2g}, "
+        "{errors:.0f} standard errors)",
     ),
     "a heavy tail": Symptom(
         "heavy tail",
@@ -846,6 +978,14 @@ SYMPTOMS = {
         "log ratios are {times:.1f} times as large at the last token of sequences as just before",
         lambda gap, scores, means: last_over_others(gap, scores),
     ),
+    "after a hole in the mask": Symptom(
+        "template",
+        "permuted",
+        0.7,
+        lambda gap, value: larger_at(gap, gap.is_after_hole, value),
+        "log ratios are {times:.1f} times as large right after tokens that do not count",
+        lambda gap, scores, means: mean_after_holes(gap, scores),
+    ),
     "a trend": Symptom(
         "trend",
         "permuted",
@@ -868,7 +1008,7 @@ SYMPTOMS = {
     "tokens seen before": Symptom(
         "repetition",
         "errors",
-        0.35,  # typical sizes
+        1.5,  # typical sizes
         seen_before,
         "where a token occurs again in its sequence, the learner's log-probability is {side}, by "
         "{value:.1f} of the typical log ratio",
