@@ -72,14 +72,14 @@ MEANING = {
     "weights. Look at when weights are sent, and which: the head, embeddings, adapters (merged in "
     "bf16, scaled twice, not applied), a bias of logits, tokens that the engine suppresses.",
     "padding": "some sequences differ more than others, as if they were read in another context. "
-    "Look at left padding, position ids, the attention mask, packing, and prefixes that were cached "
-    "before weights were sent.",
+    "Look at left padding, position ids, the attention mask, packing, and prefixes that were "
+    "cached before weights were sent.",
     "template": "sequences differ from one position on. Look at the tokens before it: the chat "
     "template, a tool's reply that was tokenized again, and a cache that has fewer bits or older "
     "weights there.",
     "beginning": "all sequences differ most at their beginning. Look at the prompt, the first "
-    "token, the padding before it, tokens that the engine suppresses there, and a prefix cache that "
-    "was not reset when weights were sent.",
+    "token, the padding before it, tokens that the engine suppresses there, and a prefix cache "
+    "that was not reset when weights were sent.",
     "last token": "the last tokens of sequences differ. Look at end tokens that are appended or "
     "forced, and at the length limit.",
     "trend": "the gap grows along the sequences. Look at position ids, the scaling of rotary "
@@ -98,8 +98,17 @@ MEANING = {
     "precision": "the gap is larger than the precision of both programs, or the sound dump, "
     "explains. Look for weights that were not sent, dropout, another rope_theta, and places that "
     "compute in fewer bits.",
-    "other": "the gap is larger than rounding makes it, and nothing says why. Weights that were not "
-    "sent, an adapter that is not applied, dropout in the learner and another prompt do this.",
+    "other": "the gap is larger than rounding makes it, and nothing says why. Weights that were "
+    "not sent, an adapter that is not applied, dropout in the learner and another prompt do this.",
+}
+# Other names of a precision
+ALIASES = {
+    "torch.bfloat16": "bf16",
+    "bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "float16": "fp16",
+    "torch.float32": "fp32",
+    "float32": "fp32",
 }
 LEAST_SHARE = 0.01  # of the squared gap; what explains less is named only if nothing else is seen
 ENOUGH = 2 / 3  # of the squared gap; if kinds explain that much, no further one is named
@@ -301,8 +310,9 @@ def mismatch(
     advantages=None,
     clip: float = 0.2,
     lengths=None,
-    precision: str | float | None = None,
+    precision: str | None = None,
     tokens=None,
+    sound=None,
 ) -> MismatchReport:
     """Compares the learner's and the actor's log-probabilities of sampled tokens.
 
@@ -326,14 +336,18 @@ def mismatch(
     `clip`                        PPO's clip: how far a ratio may differ from 1
     `lengths`                     [sequences], the number of tokens of each sequence in a packed
                                   row: the differences of cumulated lengths (`cu_seqlens`)
-    `precision`                   what both programs claim to compute in, such as "bf16", or the
-                                  bits that you expect, such as those of a sound dump of your own,
-                                  less one; a gap that this cannot explain is then a bug
+    `precision`                   what both programs claim to compute in, such as "bf16" or
+                                  "torch.bfloat16"; a gap that this cannot explain is then a bug
     `tokens`                      the tokens' numbers in the vocabulary, in the same form; they show
-                                  whether tokens that occur again differ from new ones
+                                  whether the same tokens differ everywhere
+    `sound`                       a dump of the same two programs that is known to be sound, such as
+                                  one before the first update, as a dict of its arrays. A gap that
+                                  is twice as large is then a bug
 
     `learner_logp` may also be a dict that holds the arrays under these names, or under those of
-    TRL, verl, OpenRLHF or NeMo-RL, such as verl's `batch.batch`. What else it holds is left alone.
+    TRL, verl, OpenRLHF, SkyRL, ms-swift, NeMo-RL, slime or prime-rl, such as verl's `batch.batch`.
+    Where there are several masks, a token counts if it is in all. What else it holds is left alone.
+    Tokens at which a program has NaN are left out, and a note counts them.
 
     A verdict needs 256 tokens. Sequences and positions are compared if there are 16 sequences.
     Raises ValueError, with a message of one line, for arrays that cannot be log-probabilities of
@@ -350,19 +364,13 @@ def mismatch(
     gap = gap_of(**arrays)
     if not (isinstance(clip, int | float) and 0 < clip < 1):
         raise ValueError(f"clip is {clip!r}: use a number above 0 and below 1, such as 0.2")
+    precision = ALIASES.get(str(precision), precision)
     if precision is not None and precision not in BITS_LEFT:
-        try:
-            bits = float(precision)
-        except (TypeError, ValueError):
-            bits = math.nan
-        if not math.isfinite(bits):
-            raise ValueError(
-                f"precision is {precision!r}: use one of {', '.join(BITS_LEFT)}, or a number of "
-                "bits"
-            )
-        precision = bits
+        raise ValueError(f"precision is {precision!r}: use one of {', '.join(BITS_LEFT)}")
+    if sound is not None:
+        sound = Aligned.of(gap_of(**arrays_of(sound)))
     rest, fillers = without_fillers(gap)
-    symptoms = symptoms_of(rest, precision)
+    symptoms = symptoms_of(rest, precision, sound)
     verdict, causes = judge(rest, symptoms)
     if verdict == "rounding" and precision is None:
         # Arithmetic of 16 bits leaves more than 4 bits of mantissa, and FP8 mostly does. Log ratios
@@ -381,7 +389,7 @@ def mismatch(
         kind=causes[0] if causes else "",
         causes=tuple(causes),
         symptoms=tuple(symptoms),
-        precision="" if precision is None else str(precision),
+        precision=precision or "",
         notes=tuple(notes),
         **numbers,
     )
@@ -527,7 +535,6 @@ def judge(gap: Gap, symptoms: list[Seen]) -> tuple[str, list[str]]:
         return "exact", []
     if not symptoms:
         return "not judged", []
-    seen = [symptom for symptom in symptoms if symptom.is_seen]
     kinds = kinds_of(symptoms)
     return ("bug", kinds) if kinds else ("rounding", [])
 
@@ -578,6 +585,10 @@ def notes_on(gap: Gap, error: float, has_mask: bool, has_fillers: bool) -> list[
         (
             1 < gap.sequences < FEW_SEQUENCES,
             f"note: sequences and positions are compared with {FEW_SEQUENCES} sequences or more",
+        ),
+        (
+            gap.unscored > 0,
+            f"note: {gap.unscored:,} tokens are left out, because a program has NaN there",
         ),
         (
             has_zeros,

@@ -30,8 +30,9 @@ import torch
 
 LEARNER = "learner_logp"
 ACTOR = "actor_logp"
-# Names of an array: here, in TRL, verl, OpenRLHF and NeMo-RL. AReaL's are not among them, because
-# its two arrays are not of the same tokens before it has shifted one of them.
+# Names of an array: here, in TRL and ms-swift, verl, OpenRLHF and SkyRL, NeMo-RL, slime and
+# prime-rl. AReaL's are not among them, because its two arrays are not of the same tokens before it
+# has shifted one of them.
 NAMES = {
     LEARNER: (
         "learner_logp",
@@ -39,8 +40,18 @@ NAMES = {
         "old_log_probs",
         "action_log_probs",
         "prev_logprobs",
+        "log_probs",
+        "trainer_logprobs",
     ),
-    ACTOR: ("actor_logp", "sampling_per_token_logps", "rollout_log_probs", "generation_logprobs"),
+    ACTOR: (
+        "actor_logp",
+        "sampling_per_token_logps",
+        "rollout_per_token_logps",
+        "rollout_log_probs",
+        "rollout_logprobs",
+        "generation_logprobs",
+        "inference_logprobs",
+    ),
     "advantages": ("advantages",),
     "lengths": ("lengths",),
     "tokens": ("tokens", "completion_ids", "responses"),
@@ -54,6 +65,8 @@ NAMES = {
         "sample_mask",
         "token_loss_mask",  # so NeMo-RL calls them in the files that it writes
         "sample_loss_mask",
+        "loss_mask",
+        "loss_masks",
     ),
 }
 KNOWN = {name for names in NAMES.values() for name in names}
@@ -93,6 +106,7 @@ class Gap:
                         log-probabilities were saved
     `advantages`        of the tokens; None if there are none
     `tokens`            their numbers in the vocabulary; None if they are not given
+    `unscored`          the number of tokens that are left out, because a program has NaN there
     """
 
     learner: np.ndarray
@@ -101,6 +115,7 @@ class Gap:
     step: float
     advantages: np.ndarray | None = None
     tokens: np.ndarray | None = None
+    unscored: int = 0
 
     @functools.cached_property
     def log_ratio(self) -> np.ndarray:
@@ -270,17 +285,11 @@ def take_arrays(subject: str, content: Mapping) -> dict:
     keys = content.keys()
     names = [x for x in keys if x not in KNOWN or not isinstance(content[x], str | None)]
     listed = ", ".join(ascii(name).strip("'") for name in names[:24]) or "nothing in it"
-    # Where a stack has two masks, a token counts if it is in both.
-    pairs_of_masks = (
-        ["completion_mask", "tool_mask"],
-        ["token_mask", "sample_mask"],
-        ["token_loss_mask", "sample_loss_mask"],
-    )
     arrays = {}
     for role, known in NAMES.items():
         present = [name for name in known if name in names]
-        if present in pairs_of_masks:
-            arrays[role] = both_masks(*present, content)
+        if role == "mask" and len(present) > 1:
+            arrays[role] = functools.reduce(both_masks, [(x, content[x]) for x in present])[1]
         elif len(present) > 1:
             raise ValueError(
                 f"{subject}, which has {present[0]} and {present[-1]}: keep one; there is {listed}"
@@ -303,17 +312,22 @@ def sizes_of(x) -> list | tuple:
     return [np.shape(row) for row in x] if isinstance(x, list | tuple) else tuple(x.shape)
 
 
-def both_masks(first: str, second: str, content: Mapping) -> list:
-    """A mask of the tokens that are in both masks, the second of which may be of sequences."""
+def both_masks(one: tuple, other: tuple) -> tuple[str, list]:
+    """A mask of the tokens that are in both masks, one of which may be of sequences.
+
+    Masks are pairs of a name and an array.
+    """
+    (first, x), (second, y) = one, other
     try:
-        return [
-            array_of("mask", x, first)[0] * array_of("mask", y, second)[0]
-            for x, y in zip(opened(content[first]), opened(content[second]), strict=True)
+        rows = [
+            array_of("mask", a, first)[0] * array_of("mask", b, second)[0]
+            for a, b in zip(opened(x), opened(y), strict=True)
         ]
     except ValueError as error:
         raise ValueError(
             f"{second} has other sizes than {first}: give masks of the same tokens"
         ) from error
+    return first, rows
 
 
 # Arrays
@@ -349,6 +363,11 @@ def gap_of(learner_logp, actor_logp, mask=None, advantages=None, lengths=None, t
         is_used = values == 1
     if not is_used.any():
         raise ValueError("mask is False everywhere: give at least one token that counts")
+    # So stacks mark tokens whose log-probability the engine did not return
+    is_unscored = is_used & (np.isnan(learner) | np.isnan(actor))
+    is_used = is_used & ~is_unscored
+    if not is_used.any():
+        raise ValueError(f"{LEARNER} or {ACTOR} is NaN at each token that counts: give numbers")
     check_log_probabilities(LEARNER, learner, is_used, step_of_learner)
     check_log_probabilities(ACTOR, actor, is_used, step_of_actor)
     if advantages is not None:
@@ -368,6 +387,7 @@ def gap_of(learner_logp, actor_logp, mask=None, advantages=None, lengths=None, t
         max(step_of_learner, step_of_actor, 2.0**-23),  # policies compute in float32 at best
         advantages,
         tokens,
+        int(is_unscored.sum()),
     )
 
 
@@ -421,7 +441,7 @@ def check_log_probabilities(
 ) -> None:
     """Raises ValueError if a number cannot be the log-probability of a sampled token."""
     most = 1e-3 if step > COARSE else 1e-5  # so far above 0 may rounding bring it
-    # A token with a log-probability below -1e4 was not sampled. NaN is not possible either.
+    # A token with a log-probability below -1e4 was not sampled.
     is_wrong = is_used & ~((values <= most) & (values >= -1e4))
     fix = "mask fillers and other tokens that do not count"
     if (is_used & (values > most)).any():

@@ -153,7 +153,9 @@ class Aligned(Gap):
         columns = np.argsort(~gap.mask, axis=1, kind="stable")[:, :longest]
         arrays = gap.learner, gap.actor, gap.mask, gap.advantages, gap.tokens
         moved = [None if x is None else np.take_along_axis(x, columns, 1) for x in arrays]
-        return cls(*moved[:3], gap.step, *moved[3:], columns, precision, sound)
+        return cls(
+            *moved[:3], gap.step, *moved[3:], columns=columns, precision=precision, sound=sound
+        )
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
@@ -391,25 +393,27 @@ def misplaced(gap: Aligned) -> dict:
     """Do the learner's log-probabilities fit those of a neighbouring token better, in whole
     sequences or from a token on?
 
-    Where a token is missing in one of the arrays, all that follow are one off.
+    Where a token is missing in one of the arrays, all that follow are one off. Log ratios above 1
+    count as 1 here, so that a few huge ones are no shift.
     """
-    gains = {}
-    own = np.square(gap.log_ratio)
-    for offset in (1, -1, 2, -2):
+
+    def gain(offset: int) -> float:
         place = np.arange(gap.mask.shape[1]) - offset
         is_inside = (place >= 0) & (place < gap.mask.shape[1])
         both = gap.mask & np.roll(gap.mask, offset, 1) & is_inside
-        there = np.square(gap.learner - np.roll(gap.actor, offset, 1))
-        gain = np.where(both, own - there, 0.0)
-        from_here = np.cumsum(gain[:, ::-1], axis=1)
-        gains[offset] = float(from_here.max(1).sum())
-    best = max(gains, key=gains.get)
-    value = gains[best] / max(own.sum(), TINY**2)
+        there = np.minimum(np.abs(gap.learner - np.roll(gap.actor, offset, 1)), 1.0)
+        gains = np.where(both, own - there, 0.0)
+        from_here = np.cumsum(gains[:, ::-1], axis=1)
+        return float(from_here.max(1).sum())
+
+    own = np.minimum(np.abs(gap.log_ratio), 1.0)
+    offset = max((1, -1, 2, -2), key=gain)
+    value = gain(offset) / max(own.sum(), TINY)
     return {
         "value": value,
         "share": value,
-        "distance": abs(best),
-        "side": "before" if best > 0 else "after",
+        "distance": abs(offset),
+        "side": "before" if offset > 0 else "after",
     }
 
 
