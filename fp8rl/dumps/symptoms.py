@@ -259,17 +259,25 @@ class Aligned(Gap):
         """The share of the squared gap that the mean of a token's group foretells in *other*
         sequences, of `values` and group numbers from 0, both [tokens].
 
-        Of what has nothing to do with the groups it is 0 or less. A mean of few tokens is drawn
-        to 0.
+        Of what has nothing to do with the groups it is 0 or less. Sequences are in eight parts, and
+        the means are those of the other seven. A mean of few tokens is drawn to 0.
         """
-        row = np.nonzero(self.mask)[0]
         groups = group.max() + 1
-        _, own = np.unique(row * groups + group, return_inverse=True)
-        sums = np.bincount(group, values)[group] - np.bincount(own, values)[own]
-        counts = np.bincount(group)[group] - np.bincount(own)[own]
+        part = np.nonzero(self.mask)[0] % 8 * groups + group
+        size = 8 * groups
+        sums = np.bincount(group, values)[group] - np.bincount(part, values, size)[part]
+        counts = np.bincount(group)[group] - np.bincount(part, minlength=size)[part]
         left = np.square(values - sums / (counts + SHRINK)).sum()
         total = max(np.square(self.flat.log_ratio).sum(), TINY**2)
         return float((np.square(values).sum() - left) / total)
+
+    @functools.cached_property
+    def token_numbers(self) -> np.ndarray:
+        """The tokens' numbers in the vocabulary, counted from 0 without those that do not occur,
+        [S, T]."""
+        numbers = np.zeros(self.mask.shape, int)
+        numbers[self.mask] = np.unique(self.tokens[self.mask], return_inverse=True)[1]
+        return numbers
 
     def share_at(self, affected: np.ndarray) -> float:
         """The share of the squared gap that is there only because `affected` tokens, [S, T], have
@@ -397,21 +405,21 @@ def misplaced(gap: Aligned) -> dict:
     count as 1 here, so that a few huge ones are no shift.
     """
 
-    def gain(offset: int) -> float:
+    def gain(offset: int, power: int = 1) -> float:
+        """The share that is less if the arrays are moved by `offset`."""
         place = np.arange(gap.mask.shape[1]) - offset
         is_inside = (place >= 0) & (place < gap.mask.shape[1])
         both = gap.mask & np.roll(gap.mask, offset, 1) & is_inside
-        there = np.minimum(np.abs(gap.learner - np.roll(gap.actor, offset, 1)), 1.0)
+        moved = gap.learner - np.roll(gap.actor, offset, 1)
+        own, there = (np.minimum(np.abs(x), 1.0) ** power for x in (gap.log_ratio, moved))
         gains = np.where(both, own - there, 0.0)
         from_here = np.cumsum(gains[:, ::-1], axis=1)
-        return float(from_here.max(1).sum())
+        return float(from_here.max(1).sum() / max(own.sum(), TINY))
 
-    own = np.minimum(np.abs(gap.log_ratio), 1.0)
     offset = max((1, -1, 2, -2), key=gain)
-    value = gain(offset) / max(own.sum(), TINY)
     return {
-        "value": value,
-        "share": value,
+        "value": gain(offset),
+        "share": gain(offset, 2),
         "distance": abs(offset),
         "side": "before" if offset > 0 else "after",
     }
@@ -426,16 +434,16 @@ def reordered(gap: Aligned) -> dict | None:
     """
     if gap.sequences < FEW_SEQUENCES:
         return None
-    unlike = UNLIKE * gap.flat.actor.var()
+    spread = np.abs(gap.flat.actor - gap.flat.actor.mean()).mean()
     # What follows the end of a row is no log-probability, and may be huge
-    own = np.minimum(np.square(gap.log_ratio), 100 * unlike)
+    own = np.minimum(np.square(gap.log_ratio), (5 * spread) ** 2)
     is_moved = np.zeros(len(own), bool)
     for start in range(0, gap.mask.shape[1], PIECE):
         piece = slice(start, start + PIECE)
         mask = gap.mask[:, piece].astype(np.float32)
         count = mask.sum(1)
         square = own[:, piece].sum(1)
-        rows = np.flatnonzero((count >= PIECE // 2) & (square > unlike * count))
+        rows = np.flatnonzero((count >= PIECE // 2) & (square > UNLIKE * spread**2 * count))
         if not len(rows):
             continue
         learner = gap.learner[rows, piece].astype(np.float32)
@@ -540,6 +548,8 @@ def tempered(gap: Aligned) -> dict:
     share = gap.share_of_groups(values, gap.bins[gap.mask])
     slope = float(actor @ gap.flat.learner / max(actor @ actor, TINY))
     left = np.square(gap.flat.learner - slope * actor).sum() / np.square(gap.flat.log_ratio).sum()
+    if left < 0.01:
+        share = 1 - left  # a multiple, which explains the mean as well
     bases = [base for base in BASES if abs(slope / base - 1) < 0.01 and left < 0.01]
     along = correlation(actor, gap.flat.log_ratio) * gap.flat.log_ratio.std()
     return {
@@ -559,8 +569,8 @@ def by_token(gap: Aligned) -> dict | None:
     """
     if gap.tokens is None or gap.sequences < FEW_SEQUENCES:
         return None
-    _, number = np.unique(gap.tokens[gap.mask], return_inverse=True)
-    share = gap.share_of_groups(gap.without_bins(gap.log_ratio)[gap.mask], number)
+    values = gap.without_bins(gap.log_ratio)[gap.mask]
+    share = gap.share_of_groups(values, gap.token_numbers[gap.mask])
     return {"value": share, "share": share}
 
 
@@ -648,10 +658,12 @@ def seen_before(gap: Aligned) -> dict | None:
         return None
     # Where a token has the number of a token before it in the same sequence, [S, T]
     is_repeated = gap.mask.copy()
-    rows, places = np.nonzero(gap.mask)
-    numbers, kind = np.unique(gap.tokens[gap.mask], return_inverse=True)
-    _, first = np.unique(rows * len(numbers) + kind, return_index=True)
-    is_repeated[rows[first], places[first]] = False
+    first = np.zeros(gap.token_numbers.max() + 1, int)
+    for row, (numbers, length) in enumerate(zip(gap.token_numbers, gap.lengths, strict=True)):
+        places = np.arange(length)
+        numbers = numbers[:length]
+        first[numbers[::-1]] = places[::-1]  # of equal ones the first is written last
+        is_repeated[row, :length] = first[numbers] < places
     relative = np.clip(gap.log_ratio / np.maximum(gap.typical, TINY), -3.0, 3.0)
     relative = gap.without_bins(relative)
     weight = gap.without_bins(is_repeated.astype(float))
