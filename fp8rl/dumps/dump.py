@@ -100,7 +100,7 @@ class Gap:
 
     All arrays are [S, T]; those of `flat` are [tokens].
 
-    `learner`, `actor`  float64, and 0 where `mask` is False
+    `learner`, `actor`  float32, or float64 if a program gave that, and 0 where `mask` is False
     `mask`              which tokens count
     `step`              distance of neighbouring numbers at 1 in the type in which the
                         log-probabilities were saved
@@ -119,8 +119,8 @@ class Gap:
 
     @functools.cached_property
     def log_ratio(self) -> np.ndarray:
-        """log pi / mu, [S, T]."""
-        return self.learner - self.actor
+        """log pi / mu, float64 [S, T]."""
+        return np.subtract(self.learner, self.actor, dtype=np.float64)
 
     @functools.cached_property
     def excess(self) -> np.ndarray:
@@ -381,8 +381,8 @@ def gap_of(learner_logp, actor_logp, mask=None, advantages=None, lengths=None, t
         check("tokens", values, is_token & (values != np.floor(values)))
         tokens = np.where(is_token, values, 0.0)
     return Gap(
-        np.where(is_used, learner, 0.0),
-        np.where(is_used, actor, 0.0),
+        np.where(is_used, learner, np.zeros_like(learner)),
+        np.where(is_used, actor, np.zeros_like(actor)),
         is_used,
         max(step_of_learner, step_of_actor, 2.0**-23),  # policies compute in float32 at best
         advantages,
@@ -464,7 +464,7 @@ def padded(role: str, rows: list[np.ndarray], counts: np.ndarray) -> np.ndarray:
             f"{role} has {len(rows):,} sequences, and actor_logp has {len(counts):,}: give {role} "
             "of the same tokens"
         )
-    values = np.full((len(rows), counts.max()), np.nan)
+    values = np.full((len(rows), counts.max()), np.nan, np.result_type(*rows))
     for i, row in enumerate(rows):
         if len(row) != counts[i]:
             raise ValueError(
@@ -476,7 +476,7 @@ def padded(role: str, rows: list[np.ndarray], counts: np.ndarray) -> np.ndarray:
 
 
 def rows_of(role: str, x, lengths: np.ndarray | None) -> tuple[list[np.ndarray], float]:
-    """The numbers of each sequence, as float64, and the step of their type."""
+    """The numbers of each sequence, and the step of their type."""
     x = opened(x)
     if isinstance(x, list | tuple) and depth_of(x) == 2:
         pairs = [array_of(role, row, f"{role}[{i}]") for i, row in enumerate(x)]
@@ -520,7 +520,8 @@ def depth_of(x) -> int:
 
 
 def array_of(role: str, x, name: str = "") -> tuple[np.ndarray, float]:
-    """An array as float64, and the distance of its type's numbers at 1.
+    """An array in float32 or, if it has float64 or no floating point, float64, and the distance of
+    its type's numbers at 1.
 
     Lists may also hold whole numbers, and None where there is no number. `name` is that of the
     array in messages, if it is not `role`.
@@ -530,7 +531,7 @@ def array_of(role: str, x, name: str = "") -> tuple[np.ndarray, float]:
     try:
         if isinstance(x, torch.Tensor):
             # NumPy has no bfloat16
-            array = (x.double() if x.is_floating_point() else x).numpy(force=True)
+            array = (x.float() if x.dtype == torch.bfloat16 else x).numpy(force=True)
         elif isinstance(x, list | tuple):
             array = np.asarray([np.nan if entry is None else entry for entry in x])
             kinds += "iu"
@@ -543,7 +544,7 @@ def array_of(role: str, x, name: str = "") -> tuple[np.ndarray, float]:
     if array.dtype.kind != "f":
         return array.astype(np.float64), 0.0
     info = torch.finfo(x.dtype) if isinstance(x, torch.Tensor) else np.finfo(array.dtype)
-    return array.astype(np.float64), float(info.eps)
+    return array.astype(np.result_type(array, np.float32)), float(info.eps)
 
 
 def unpacked(name: str, row: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:

@@ -150,7 +150,7 @@ class Aligned(Gap):
         cls, gap: Gap, precision: str | None = None, sound: "Aligned | None" = None
     ) -> "Aligned":
         longest = int(gap.mask.sum(1).max())
-        columns = np.argsort(~gap.mask, axis=1, kind="stable")[:, :longest]
+        columns = np.argsort(~gap.mask, axis=1, kind="stable")[:, :longest].astype(np.int32)
         arrays = gap.learner, gap.actor, gap.mask, gap.advantages, gap.tokens
         moved = [None if x is None else np.take_along_axis(x, columns, 1) for x in arrays]
         return cls(
@@ -187,7 +187,7 @@ class Aligned(Gap):
         """At most so many bins, [S, T]. They have equally many tokens, 50 or more."""
         bins = int(np.clip(len(self.flat.actor) // 50, 1, most))
         edges = np.quantile(self.flat.actor, np.linspace(0, 1, bins + 1)[1:-1])
-        return np.searchsorted(edges, self.actor)
+        return np.searchsorted(edges, self.actor).astype(np.int32)
 
     def mean_of_bin(self, values: np.ndarray, bins: np.ndarray) -> np.ndarray:
         """For each token, the mean of `values` over the tokens of its bin, [S, T]."""
@@ -1149,11 +1149,14 @@ def repeated_numbers(logp: np.ndarray) -> np.ndarray:
     In a file of few bits every number occurs often, and so do its neighbours. Numbers such as
     log 1/2 occur where coarse arithmetic gives several tokens the same logit.
     """
+    halves, times = np.unique(logp[2 * logp == np.round(2 * logp)], return_counts=True)
+    if not (times > FEW).any():
+        return halves[:0]  # as in nearly all dumps; to sort all numbers takes long
     numbers, counts = np.unique(logp, return_counts=True)
     beside = np.pad(counts, 2)
     neighbours = np.max([beside[:-4], beside[1:-3], beside[3:-1], beside[4:]], axis=0)
     is_spike = (counts > FEW) & (counts >= 5 * np.maximum(neighbours, 1))
-    is_spike &= 2 * numbers == np.round(2 * numbers)
+    is_spike &= np.isin(numbers, halves)
     order = np.argsort(-counts[is_spike], kind="stable")
     return numbers[is_spike][order[:FEW]]
 
