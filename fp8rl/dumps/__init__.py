@@ -110,6 +110,18 @@ ALIASES = {
     "torch.float32": "fp32",
     "float32": "fp32",
 }
+# How much a unit of each of `evidence_of` raises the logit of the probability of a bug, fitted by
+# benchmarks/decoder_dumps.py
+WEIGHTS = {
+    "one": 0.0,
+    "k3": 1.0,
+    "bits": 0.0,
+    "exact": 0.0,
+    "symptom": 1.0,
+    "explained": 1.0,
+}
+LIKELY = 0.9  # probability from which on a gap is called a bug
+UNLIKELY = 0.5  # below it is called rounding
 LEAST_SHARE = 0.01  # of the squared gap; what explains less is named only if nothing else is seen
 ENOUGH = 2 / 3  # of the squared gap; if kinds explain that much, no further one is named
 
@@ -121,6 +133,8 @@ class MismatchReport(NamedTuple):
 
     `verdict`               exact, rounding, bug or not judged; "rounding or bug" if there is no
                             symptom, but the gap is that of very few bits
+    `probability`           probability that there is a bug, if half of all dumps have one; 0 if it is
+                            not judged
     `kind`                  kind of the bug, one of MEANING's; empty if there is none
     `causes`                kinds of bugs that may have made the gap, `kind` first
     `symptoms`              all symptoms that were measured, the strongest first
@@ -162,6 +176,7 @@ class MismatchReport(NamedTuple):
     """
 
     verdict: str
+    probability: float
     kind: str
     causes: tuple[str, ...]
     symptoms: tuple[Seen, ...]
@@ -214,13 +229,13 @@ class MismatchReport(NamedTuple):
                 f"not judged: {self.tokens} tokens are too few to tell rounding from a bug; "
                 f"give at least {FEW_TOKENS}"
             ],
-            "rounding": [f"rounding: no symptom of a bug; {bits}"],
+            "rounding": [f"rounding: {bits}"],
             "rounding or bug": [
-                f"rounding or bug: no symptom, but {bits}",
+                f"rounding or bug: {bits}",
                 "  4-bit weights, a cache of 2 bits and FP8 in many layers do this; so do old "
                 "weights, weights that were not sent, dropout and another rope_theta",
-                "  say what both programs compute in, as in --precision bf16"
-                + ("" if self.has_advantages else ", and give advantages"),
+                "  give a sound dump, as in --sound earlier.npz, or say what both programs compute "
+                "in, as in --precision bf16" + ("" if self.has_advantages else ", and advantages"),
             ],
             "bug": [],
         }[self.verdict]
@@ -371,21 +386,19 @@ def mismatch(
         sound = Aligned.of(gap_of(**arrays_of(sound)))
     rest, fillers = without_fillers(gap)
     symptoms = symptoms_of(rest, precision, sound)
-    verdict, causes = judge(rest, symptoms)
-    if verdict == "rounding" and precision is None:
-        # Arithmetic of 16 bits leaves more than 4 bits of mantissa, and FP8 mostly does. Log ratios
-        # below 0.05 hardly matter, whatever made them.
-        if np.abs(rest.flat.log_ratio).mean() > 0.05 and bits_of(rest, is_robust=True) < 4:
-            verdict = "rounding or bug"
+    probability = probability_of(rest, symptoms)
+    verdict, causes = judge(rest, symptoms, probability)
     numbers = numbers_of(gap, float(clip))
     notes = notes_on(gap, numbers["token_mult_prob_error"], "mask" in arrays, fillers is not None)
     if fillers:
         notes.append(note_on_others(verdict, causes, rest))
         verdict = "bug"
+        probability = 1.0
         causes = [fillers.kind]
         symptoms = [fillers, *symptoms]
     return MismatchReport(
         verdict=verdict,
+        probability=probability,
         kind=causes[0] if causes else "",
         causes=tuple(causes),
         symptoms=tuple(symptoms),
@@ -529,14 +542,48 @@ def horizon_of(length: int, spread: float) -> float:
 # The verdict
 
 
-def judge(gap: Gap, symptoms: list[Seen]) -> tuple[str, list[str]]:
-    """The verdict, and the kinds of bugs in order, as of `symptoms_of`."""
+def evidence_of(gap: Gap, symptoms: list[Seen]) -> dict[str, float]:
+    """What the probability of a bug is computed from.
+
+    `k3`         decades of k3 above 1e-8
+    `bits`       bits of mantissa that make such a gap
+    `exact`      share of the tokens of which both programs say the same
+    `symptom`    how often the strongest symptom doubles its limit
+    `explained`  share of the squared gap that the first symptom explains, if it is seen
+    """
+    k3 = float((gap.flat.excess - gap.flat.log_ratio).mean())
+    strongest = max(symptom.excess for symptom in symptoms)
+    first = symptoms[0]
+    return {
+        "one": 1.0,
+        "k3": float(np.clip(np.log10(max(k3, TINY)) + 8, 0, 9)),
+        "bits": float(np.clip(bits_of(gap), -3, 12)),
+        "exact": float((gap.flat.log_ratio == 0).mean()),
+        "symptom": float(np.clip(np.log2(max(strongest, TINY)), -2, 2)),
+        "explained": float(np.nan_to_num(first.share) if first.is_seen else 0.0),
+    }
+
+
+def probability_of(gap: Gap, symptoms: list[Seen]) -> float:
+    """The probability of a bug, if half of all dumps have one: logistic in `evidence_of`."""
+    if not symptoms:
+        return 0.0
+    evidence = evidence_of(gap, symptoms)
+    logit = sum(WEIGHTS[name] * value for name, value in evidence.items())
+    return 1 / (1 + math.exp(-logit))
+
+
+def judge(gap: Gap, symptoms: list[Seen], probability: float) -> tuple[str, list[str]]:
+    """The verdict, and the kinds of bugs in order."""
     if not gap.log_ratio.any():
         return "exact", []
     if not symptoms:
         return "not judged", []
-    kinds = kinds_of(symptoms)
-    return ("bug", kinds) if kinds else ("rounding", [])
+    if probability < UNLIKELY:
+        return "rounding", []
+    if probability < LIKELY:
+        return "rounding or bug", []
+    return "bug", kinds_of(symptoms) or ["other"]
 
 
 def kinds_of(symptoms: list[Seen]) -> list[str]:
