@@ -181,7 +181,7 @@ REFUSED = {
     "learner_logp[1] is torch.int64": {"learner_logp": [SMALL_LEARNER[0], torch.zeros(3).long()]},
     "learner_logp has the shape (1, 2, 3)": {"learner_logp": SMALL_LEARNER[None]},
     "learner_logp has no tokens": {"learner_logp": SMALL_LEARNER[:0]},
-    "learner_logp is nan at [1, 0]": {"learner_logp": [SMALL_LEARNER[0], [None, -1.0, -1.0]]},
+    "learner_logp or actor_logp is NaN at each": {"learner_logp": np.full((2, 3), np.nan)},
     "learner_logp is 0.001 at [1, 2]": {"learner_logp": with_entry(SMALL_LEARNER, 0.001)},
     "learner_logp is object": {"learner_logp": np.full((2, 3), None)},
     "learner_logp is torch.complex64": {"learner_logp": LEARNER.to(torch.complex64)},
@@ -216,7 +216,8 @@ REFUSED = {
     "clip is '0.2'": {"clip": "0.2"},
     # Names
     "learner_logp is a dict, which has no learner_logp (or old_per_token_logps, old_log_probs, "
-    "action_log_probs, prev_logprobs): there is rollout_log_probs, \\n": {
+    "action_log_probs, prev_logprobs, log_probs, trainer_logprobs): there is rollout_log_probs, "
+    "\\n": {
         "learner_logp": {"rollout_log_probs": ACTOR, "\n": ACTOR},
         "actor_logp": None,
     },
@@ -228,10 +229,6 @@ REFUSED = {
     "mask is given twice": {"learner_logp": OURS, "actor_logp": None, "mask": IS_ANSWER},
     "learner_logp is a dict, which has learner_logp and old_log_probs: keep one": {
         "learner_logp": {**VERL, "learner_logp": LEARNER},
-        "actor_logp": None,
-    },
-    "learner_logp is a dict, which has completion_mask and response_mask: keep one": {
-        "learner_logp": {**VERL, "completion_mask": IS_ANSWER},
         "actor_logp": None,
     },
     "tool_mask has other sizes than completion_mask": {

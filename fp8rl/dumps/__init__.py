@@ -118,6 +118,7 @@ WEIGHTS = {
     "bits": 0.0,
     "exact": 0.0,
     "symptom": 1.0,
+    "seen": 1.0,
     "explained": 1.0,
 }
 LIKELY = 0.9  # probability from which on a gap is called a bug
@@ -133,8 +134,8 @@ class MismatchReport(NamedTuple):
 
     `verdict`               exact, rounding, bug or not judged; "rounding or bug" if there is no
                             symptom, but the gap is that of very few bits
-    `probability`           probability that there is a bug, if half of all dumps have one; 0 if it is
-                            not judged
+    `probability`           probability that there is a bug, if half of all dumps have one; 0 if
+                            that is not judged
     `kind`                  kind of the bug, one of MEANING's; empty if there is none
     `causes`                kinds of bugs that may have made the gap, `kind` first
     `symptoms`              all symptoms that were measured, the strongest first
@@ -549,6 +550,7 @@ def evidence_of(gap: Gap, symptoms: list[Seen]) -> dict[str, float]:
     `bits`       bits of mantissa that make such a gap
     `exact`      share of the tokens of which both programs say the same
     `symptom`    how often the strongest symptom doubles its limit
+    `seen`       1 if a symptom is seen
     `explained`  share of the squared gap that the first symptom explains, if it is seen
     """
     k3 = float((gap.flat.excess - gap.flat.log_ratio).mean())
@@ -560,6 +562,7 @@ def evidence_of(gap: Gap, symptoms: list[Seen]) -> dict[str, float]:
         "bits": float(np.clip(bits_of(gap), -3, 12)),
         "exact": float((gap.flat.log_ratio == 0).mean()),
         "symptom": float(np.clip(np.log2(max(strongest, TINY)), -2, 2)),
+        "seen": float(first.is_seen),
         "explained": float(np.nan_to_num(first.share) if first.is_seen else 0.0),
     }
 

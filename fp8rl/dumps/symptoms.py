@@ -255,21 +255,23 @@ class Aligned(Gap):
         """The share of the squared gap that is there because the mean log ratio is not 0."""
         return self.flat.log_ratio.mean() ** 2 / max(np.square(self.flat.log_ratio).mean(), TINY**2)
 
-    def share_of_groups(self, values: np.ndarray, group: np.ndarray) -> float:
+    def share_of_groups(
+        self, values: np.ndarray, group: np.ndarray, total: np.ndarray | None = None
+    ) -> float:
         """The share of the squared gap that the mean of a token's group foretells in *other*
         sequences, of `values` and group numbers from 0, both [tokens].
 
-        Of what has nothing to do with the groups it is 0 or less. Sequences are in eight parts, and
+        With `total`, [tokens], it is the share of the squares of these. Of what has nothing to do with the groups it is 0 or less. Sequences are in eight parts, and
         the means are those of the other seven. A mean of few tokens is drawn to 0.
         """
+        total = self.flat.log_ratio if total is None else total
         groups = group.max() + 1
         part = np.nonzero(self.mask)[0] % 8 * groups + group
         size = 8 * groups
         sums = np.bincount(group, values)[group] - np.bincount(part, values, size)[part]
         counts = np.bincount(group)[group] - np.bincount(part, minlength=size)[part]
         left = np.square(values - sums / (counts + SHRINK)).sum()
-        total = max(np.square(self.flat.log_ratio).sum(), TINY**2)
-        return float((np.square(values).sum() - left) / total)
+        return float((np.square(values).sum() - left) / max(np.square(total).sum(), TINY**2))
 
     @functools.cached_property
     def token_numbers(self) -> np.ndarray:
@@ -465,8 +467,8 @@ def mislabelled(gap: Aligned) -> dict:
     """
     common = correlation(gap.flat.learner, gap.flat.actor)
     less_likely = float((gap.flat.actor - gap.flat.learner).mean())
-    value = less_likely if common < 0.6 and bits_of(gap) < 1 else 0.0
     share = gap.share_of_mean
+    value = less_likely if common < 0.6 and share > 1 / 3 else 0.0
     return {"value": value, "share": share, "less_likely": less_likely, "common": common}
 
 
@@ -565,13 +567,18 @@ def by_token(gap: Aligned) -> dict | None:
 
     Rounding depends on the context and hardly on the token. A head, a layer or a bias that the two
     programs do not share makes the same tokens more likely everywhere. What the log-probability
-    foretells is subtracted first.
+    foretells is subtracted first. The value is of log ratios in typical sizes, of which none counts
+    for more than four: few huge ones are no sign.
     """
     if gap.tokens is None or gap.sequences < FEW_SEQUENCES:
         return None
-    values = gap.without_bins(gap.log_ratio)[gap.mask]
-    share = gap.share_of_groups(values, gap.token_numbers[gap.mask])
-    return {"value": share, "share": share}
+    number = gap.token_numbers[gap.mask]
+    values = gap.without_bins(gap.log_ratio)
+    relative = np.clip(values / np.maximum(gap.typical, TINY), -4.0, 4.0)[gap.mask]
+    return {
+        "value": gap.share_of_groups(relative, number, relative),
+        "share": gap.share_of_groups(values[gap.mask], number),
+    }
 
 
 def too_few_bits(gap: Aligned) -> dict | None:
@@ -831,21 +838,17 @@ def larger_at(gap: Aligned, affected: np.ndarray, value: float, **where) -> dict
     return {"value": value, "share": gap.share_at(affected), "times": np.exp(value)} | where
 
 
-def until_half(means: np.ndarray, start: int, value: float) -> int:
-    """Where means that are larger by `value` from `start` on have fallen by half of it."""
-    before = means[max(start - BEFORE, 0) : start].mean()
-    is_lower = means[start:] < before + value / 2
-    return start + int(is_lower.argmax()) if is_lower.any() else len(means)
-
-
 def from_a_position(gap: Aligned, value: float) -> dict:
+    """From the position of the largest rise on, to the end or to where half of it is gone."""
     means = gap.means(gap.centred)
     rises = rises_of(means)
     position = int(rises.argmax()) + 2 if len(rises) else 0
     before = gap.median(max(position - BEFORE, 0), position)
     value = min(value, gap.median(position, position + AFTER) - before)
-    end = until_half(means, position, value) if len(rises) else 0
-    affected = (gap.place >= position) & ((gap.place < end) | (end == len(means)))
+    is_lower = means[position:] < means[max(position - BEFORE, 0) : position].mean() + value / 2
+    is_after = gap.place >= position
+    is_near = is_after & (gap.place < position + max(is_lower.argmax(), AFTER))
+    affected = max(is_after, is_near, key=gap.share_at)
     return larger_at(gap, affected, value, position=position)
 
 
