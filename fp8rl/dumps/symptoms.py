@@ -114,17 +114,17 @@ class Symptom(NamedTuple):
                      kind    where it is another kind than the symptom's
 
                  and the numbers and words of the sentence
-    `contrast`   of a symptom of positions: how much larger scores are at some positions than at
-                 others. It takes an `Aligned`, scores that may be rotated, [S, T], and their means
-                 by position. The statistic then takes the contrast, too
+    `places`     of a symptom of positions: which tokens have larger scores than which others
+                 (Aligned.places), or by what numbers a rise is looked for: "place" or "columns".
+                 Then there is no statistic
     """
 
     kind: str
     null: str
     limit: float
-    statistic: Callable
+    statistic: Callable | None
     sentence: str
-    contrast: Callable | None = None
+    places: tuple[str, str] | str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,15 +168,24 @@ class Aligned(Gap):
         return np.broadcast_to(np.arange(self.mask.shape[1]), self.mask.shape)
 
     @functools.cached_property
-    def is_last(self) -> np.ndarray:
-        """Which tokens are the last of their sequences, [S, T]."""
-        return self.place == self.lengths[:, None] - 1
-
-    @functools.cached_property
-    def is_after_hole(self) -> np.ndarray:
-        """Which tokens are the first three after some in the middle that do not count, [S, T]."""
-        is_first = np.diff(self.columns, axis=1, prepend=self.columns[:, :1]) > 1
-        return self.mask & (is_first | np.roll(is_first, 1, 1) | np.roll(is_first, 2, 1))
+    def places(self) -> dict[str, np.ndarray]:
+        """Tokens by where they are in their sequences, [S, T]."""
+        lengths = self.lengths[:, None]
+        third = np.where(lengths >= 12, lengths // 3, 0)
+        is_after = np.diff(self.columns, axis=1, prepend=self.columns[:, :1]) > 1
+        for _ in range(AFTER):
+            is_after = is_after | np.pad(is_after, ((0, 0), (1, 0)))[:, :-1]
+        return {
+            "all": self.mask,
+            "first": self.mask & (self.place == 0),
+            "beginning": self.mask & (self.place < 2),
+            "later": self.mask & (self.place >= FIRST),
+            "last": self.place == lengths - 1,
+            "just before": (self.place >= lengths - 1 - BEFORE) & (self.place < lengths - 1),
+            "after a hole": self.mask & is_after,
+            "first third": self.place < third,
+            "last third": self.mask & (self.place >= lengths - third),
+        }
 
     @functools.cached_property
     def bins(self) -> np.ndarray:
@@ -231,24 +240,13 @@ class Aligned(Gap):
         position = (self.place + self.draw.integers(0, lengths)) % lengths
         return np.where(self.mask, np.take_along_axis(self.centred, position, 1), 0)
 
-    def means(self, scores: np.ndarray) -> np.ndarray:
-        """The mean at each position that enough sequences have."""
-        count = self.mask.sum(0)
-        enough = int((count >= FEW_SEQUENCES).sum())
-        return scores[:, :enough].sum(0, dtype=np.float64) / count[:enough]
-
-    def means_of_columns(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The columns of the rows that enough sequences have, and the mean in each."""
-        columns = self.columns[self.mask]
-        counts = np.bincount(columns)
-        sums = np.bincount(columns, scores[self.mask])
+    def means_at(self, scores: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The places or columns that enough sequences have, and the mean in each."""
+        numbers = numbers[self.mask]
+        counts = np.bincount(numbers)
+        sums = np.bincount(numbers, scores[self.mask])
         enough = np.flatnonzero(counts >= FEW_SEQUENCES)
         return enough, sums[enough] / counts[enough]
-
-    def median(self, start: int, stop: int | None = None) -> float:
-        """The median score at these positions, over sequences: a few do not change it."""
-        scores = self.centred[:, start:stop][self.mask[:, start:stop]]
-        return float(np.median(scores)) if len(scores) else 0.0
 
     @property
     def share_of_mean(self) -> float:
@@ -261,8 +259,9 @@ class Aligned(Gap):
         """The share of the squared gap that the mean of a token's group foretells in *other*
         sequences, of `values` and group numbers from 0, both [tokens].
 
-        With `total`, [tokens], it is the share of the squares of these. Of what has nothing to do with the groups it is 0 or less. Sequences are in eight parts, and
-        the means are those of the other seven. A mean of few tokens is drawn to 0.
+        With `total`, [tokens], it is the share of the squares of these. Of what has nothing to do
+        with the groups it is 0 or less. Sequences are in eight parts, and the means are those of
+        the other seven. A mean of few tokens is drawn to 0.
         """
         total = self.flat.log_ratio if total is None else total
         groups = group.max() + 1
@@ -286,7 +285,9 @@ class Aligned(Gap):
         larger log ratios than the others."""
         square = np.square(self.log_ratio)
         others = self.mask & ~affected
-        usual = square[others].mean() if others.any() else 0.0
+        if others.sum() < self.mask.sum() / 8:
+            return 0.0  # of what is nearly everywhere, nothing can be said
+        usual = square[others].mean()
         surplus = (square[self.mask & affected] - usual).sum()
         return float(np.clip(surplus / max(square[self.mask].sum(), TINY**2), 0, 1))
 
@@ -295,13 +296,12 @@ class Aligned(Gap):
         """By the name of a symptom of positions, its contrast and what rotated dumps reach."""
         if self.sequences < FEW_SEQUENCES or self.rms < HARMLESS:
             return {}
-        rows = {name: row for name, row in SYMPTOMS.items() if row.contrast}
+        rows = {name: row for name, row in SYMPTOMS.items() if row.places}
         if len(np.unique(self.columns[self.lengths > 0, 0])) == 1:
             del rows["a column"]  # all sequences begin in the same one
 
         def measured(scores: np.ndarray) -> list[float]:
-            means = self.means(scores)
-            return [row.contrast(self, scores, means) for row in rows.values()]
+            return [contrast(self, scores, row.places) for row in rows.values()]
 
         observed = measured(self.centred)
         chances = np.zeros(len(rows))
@@ -337,11 +337,10 @@ def measure(name: str, gap: Aligned) -> Seen | None:
     """A symptom of a dump; None if the dump is too small for it, or lacks an array."""
     row = SYMPTOMS[name]
     numbers = None
-    if row.contrast is None:
+    if row.statistic:
         numbers = row.statistic(gap)
     elif name in gap.contrasts:
-        contrast, chance = gap.contrasts[name]
-        numbers = row.statistic(gap, contrast) | {"chance": chance}
+        numbers = at_places(gap, row, *gap.contrasts[name])
     if numbers is None:
         return None
     return Seen(
@@ -603,9 +602,9 @@ def unlike_sound(gap: Aligned) -> dict | None:
     if gap.sound is None:
         return None
     worst = {"value": 0.0, "of": "", "here": 0.0, "there": 0.0, "errors": 0.0}
-    for of, places in PLACES.items():
+    for of in ("all", "beginning", "last", "last third"):
         (here, error), (there, error_there) = (
-            mean_and_error(x.excess - x.log_ratio, x.mask & places(x)) for x in (gap, gap.sound)
+            mean_and_error(x.excess - x.log_ratio, x.places[of]) for x in (gap, gap.sound)
         )
         errors = (here - there) / max(np.hypot(error, error_there), TINY**2)
         value = here / max(there, TINY**2)
@@ -711,7 +710,7 @@ def heavy_tail(gap: Aligned) -> dict:
     kind, where = "heavy tail", "here and there"
     if np.square(size[is_large & (gap.place == 0)]).sum() > nearly_all:
         kind, where = "beginning", "at the first token of sequences"
-    if np.square(size[is_large & gap.is_last]).sum() > nearly_all:
+    if np.square(size[is_large & gap.places["last"]]).sum() > nearly_all:
         kind, where = "last token", "at the last token of sequences"
     return {
         "value": value,
@@ -799,81 +798,43 @@ def rises_of(means: np.ndarray) -> np.ndarray:
     return after - before
 
 
-def first_over_others(means: np.ndarray, count: int) -> float:
-    """Scores of the first `count` positions, less the median position."""
-    return float(means[:count].mean() - np.median(means)) if len(means) >= 3 * FIRST else 0.0
-
-
-def last_over_others(gap: Aligned, scores: np.ndarray) -> float:
-    """Scores of the last token of each sequence, less those of the tokens before it."""
-    rows = np.flatnonzero(gap.lengths > BEFORE)
-    if len(rows) < FEW_SEQUENCES:
+def contrast(gap: Aligned, scores: np.ndarray, places: tuple[str, str] | str) -> float:
+    """How much larger scores are at some places than at others, or after a rise than before."""
+    if isinstance(places, str):
+        _, means = gap.means_at(scores, getattr(gap, places))
+        return float(rises_of(means).max(initial=0.0))
+    here, there = (gap.places[name] for name in places)
+    if min(here.any(1).sum(), there.any(1).sum()) < FEW_SEQUENCES:
         return 0.0
-    last = gap.lengths[rows] - 1
-    before = [scores[rows, last - k] for k in range(1, BEFORE + 1)]
-    return float((scores[rows, last] - np.mean(before, axis=0)).mean())
+    return float(scores[here].mean() - scores[there].mean())
 
 
-def mean_after_holes(gap: Aligned, scores: np.ndarray) -> float:
-    """The mean score after holes in the mask. That of all tokens is 0."""
-    if gap.is_after_hole.any(1).sum() < FEW_SEQUENCES:
-        return 0.0
-    return float(scores[gap.is_after_hole].mean())
+def at_places(gap: Aligned, row: Symptom, value: float, chance: float) -> dict:
+    """What is said of the places of a symptom whose contrast is `value`.
 
+    The medians must differ, too, because a few sequences change the means. A larger gap that begins
+    at a place may end later. It is taken to end where most is explained.
+    """
+    numbers = gap.columns if row.places == "columns" else gap.place
+    start = 0
+    if isinstance(row.places, str):
+        occurring, means = gap.means_at(gap.centred, numbers)
+        rises = rises_of(means)
+        start = int(occurring[rises.argmax() + 2]) if len(rises) else 0
+        here = gap.mask & (numbers >= start) & (numbers < start + AFTER)
+        there = gap.mask & (numbers < start) & (numbers >= start - BEFORE)
+    else:
+        here, there = (gap.places[name] for name in row.places)
+    found = {"value": value, "chance": chance, "times": np.exp(value), "start": start}
+    if value > row.limit:
+        medians = [np.median(gap.centred[tokens]) for tokens in (here, there)]
+        found["value"] = min(value, float(medians[0] - medians[1]))
+        if isinstance(row.places, str) or row.kind == "beginning":
+            ends = start + 2 ** np.arange(1, 2 + int(numbers.max()).bit_length())
+            here = max(((numbers >= start) & (numbers < end) for end in ends), key=gap.share_at)
+        found["share"] = gap.share_at(here)
+    return found
 
-def last_third_over_first(gap: Aligned, scores: np.ndarray) -> float:
-    """Scores in the last third of each sequence, less those in the first third."""
-    rows = np.flatnonzero(gap.lengths)
-    lengths = gap.lengths[rows]
-    third = np.where(lengths >= 12, lengths // 3, 0)
-    if (third > 0).sum() < FEW_SEQUENCES:
-        return 0.0
-    until = np.pad(np.cumsum(scores, axis=1, dtype=np.float64), ((0, 0), (1, 0)))
-    last = until[rows, lengths] - until[rows, lengths - third]
-    return float((last - until[rows, third]).sum() / third.sum())
-
-
-def larger_at(gap: Aligned, affected: np.ndarray, value: float, **where) -> dict:
-    """What is said of `affected` tokens, [S, T], whose scores are larger by `value`."""
-    return {"value": value, "share": gap.share_at(affected), "times": np.exp(value)} | where
-
-
-def from_a_position(gap: Aligned, value: float) -> dict:
-    """From the position of the largest rise on, to the end or to where half of it is gone."""
-    means = gap.means(gap.centred)
-    rises = rises_of(means)
-    position = int(rises.argmax()) + 2 if len(rises) else 0
-    before = gap.median(max(position - BEFORE, 0), position)
-    value = min(value, gap.median(position, position + AFTER) - before)
-    is_lower = means[position:] < means[max(position - BEFORE, 0) : position].mean() + value / 2
-    is_after = gap.place >= position
-    is_near = is_after & (gap.place < position + max(is_lower.argmax(), AFTER))
-    affected = max(is_after, is_near, key=gap.share_at)
-    return larger_at(gap, affected, value, position=position)
-
-
-def from_a_column(gap: Aligned, value: float) -> dict:
-    columns, means = gap.means_of_columns(gap.centred)
-    rises = rises_of(means)
-    column = int(columns[rises.argmax() + 2]) if len(rises) else 0
-    return larger_at(gap, gap.columns >= column, value, column=column)
-
-
-def at_the_beginning(gap: Aligned, value: float) -> dict:
-    value = min(value, gap.median(0, 2) - gap.median(2))
-    means = gap.means(gap.centred)
-    is_later = means < np.median(means) + value / 2
-    end = int(is_later.argmax()) if is_later.any() else len(means)
-    return larger_at(gap, gap.place < max(end, 2), value)
-
-
-# Of which tokens the numbers of a sound dump are compared
-PLACES = {
-    "of all tokens": lambda gap: gap.mask,
-    "of the first tokens": lambda gap: gap.place < FIRST,
-    "of the last tokens": lambda gap: gap.is_last,
-    "of the last third": lambda gap: gap.place >= gap.lengths[:, None] * 2 // 3,
-}
 
 # The table
 
@@ -944,8 +905,8 @@ SYMPTOMS = {
         "fixed",
         2.0,
         unlike_sound,
-        "k3 {of} is {value:.2g} times that of the sound dump ({here:.2g} for {there:.2g}, "
-        "{errors:.0f} standard errors)",
+        "k3 of tokens ({of}) is {value:.2g} times that of the sound dump ({here:.2g} for "
+        "{there:.2g}, {errors:.0f} standard errors)",
     ),
     "a heavy tail": Symptom(
         "heavy tail",
@@ -967,62 +928,58 @@ SYMPTOMS = {
         "template",
         "permuted",
         0.85,
-        from_a_position,
-        "from token {position} on, log ratios are {times:.1f} times as large as before",
-        lambda gap, scores, means: float(rises_of(means).max(initial=0.0)),
-    ),
-    "a large beginning": Symptom(
-        "beginning",
-        "permuted",
-        0.4,
-        at_the_beginning,
-        "log ratios are {times:.1f} times as large at the first tokens as later",
-        lambda gap, scores, means: first_over_others(means, 2),
-    ),
-    "the first token": Symptom(
-        "beginning",
-        "permuted",
-        0.6,
-        lambda gap, value: larger_at(
-            gap, gap.place == 0, min(value, gap.median(0, 1) - gap.median(1))
-        ),
-        "log ratios are {times:.1f} times as large at the first token as later",
-        lambda gap, scores, means: first_over_others(means, 1),
-    ),
-    "the last token": Symptom(
-        "last token",
-        "permuted",
-        0.7,
-        lambda gap, value: larger_at(gap, gap.is_last, value),
-        "log ratios are {times:.1f} times as large at the last token of sequences as just before",
-        lambda gap, scores, means: last_over_others(gap, scores),
-    ),
-    "after a hole in the mask": Symptom(
-        "template",
-        "permuted",
-        0.7,
-        lambda gap, value: larger_at(gap, gap.is_after_hole, value),
-        "log ratios are {times:.1f} times as large right after tokens that do not count",
-        lambda gap, scores, means: mean_after_holes(gap, scores),
-    ),
-    "a trend": Symptom(
-        "trend",
-        "permuted",
-        0.6,
-        lambda gap, value: larger_at(gap, gap.place >= gap.lengths[:, None] // 3, value),
-        "log ratios are {times:.1f} times as large in the last third of a sequence as in the first",
-        lambda gap, scores, means: last_third_over_first(gap, scores),
+        None,
+        "from token {start} on, log ratios are {times:.1f} times as large as before",
+        "place",
     ),
     "a column": Symptom(
         "template",
         "permuted",
         0.85,
-        from_a_column,
-        "from column {column} of the rows on, prompts included, log ratios are {times:.1f} times "
+        None,
+        "from column {start} of the rows on, prompts included, log ratios are {times:.1f} times "
         "as large as before",
-        lambda gap, scores, means: float(
-            rises_of(gap.means_of_columns(scores)[1]).max(initial=0.0)
-        ),
+        "columns",
+    ),
+    "a large beginning": Symptom(
+        "beginning",
+        "permuted",
+        0.4,
+        None,
+        "log ratios are {times:.1f} times as large at the first tokens as later",
+        ("beginning", "later"),
+    ),
+    "the first token": Symptom(
+        "beginning",
+        "permuted",
+        0.6,
+        None,
+        "log ratios are {times:.1f} times as large at the first token as later",
+        ("first", "later"),
+    ),
+    "after a hole in the mask": Symptom(
+        "template",
+        "permuted",
+        0.7,
+        None,
+        "log ratios are {times:.1f} times as large right after tokens that do not count",
+        ("after a hole", "all"),
+    ),
+    "the last token": Symptom(
+        "last token",
+        "permuted",
+        0.7,
+        None,
+        "log ratios are {times:.1f} times as large at the last token of sequences as just before",
+        ("last", "just before"),
+    ),
+    "a trend": Symptom(
+        "trend",
+        "permuted",
+        0.6,
+        None,
+        "log ratios are {times:.1f} times as large in the last third of a sequence as in the first",
+        ("last third", "first third"),
     ),
     "tokens seen before": Symptom(
         "repetition",
@@ -1118,7 +1075,7 @@ def fillers_of(logp: np.ndarray, other: np.ndarray, gap: Aligned) -> np.ndarray:
     # often expects such a token, so a smaller difference is enough.
     is_contradicted = is_zero & (other < -0.1)
     found = np.zeros_like(mask)
-    for is_place in (gap.is_last, mask & (gap.place == 0)):
+    for is_place in (gap.places["last"], mask & (gap.place == 0)):
         tokens = is_contradicted & is_place
         elsewhere = rate(is_contradicted, mask & ~is_place)
         if tokens.sum() >= FEW and rate(is_contradicted, is_place) > max(0.5, 5 * elsewhere):
@@ -1202,7 +1159,7 @@ def whereabouts(tokens: np.ndarray, gap: Aligned) -> tuple[str, str]:
             "These are greedy (temperature 0), or they were not recorded: mask them.",
         ),
         (
-            are_in(gap.is_last),
+            are_in(gap.places["last"]),
             f"the last token of {of_sequences}",
             "An end token was appended that was not sampled: mask it.",
         ),
