@@ -44,6 +44,7 @@ from .symptoms import (
     Aligned,
     Seen,
     bits_of,
+    correlation,
     ratio_in_line,
     standard_error,
     symptoms_of,
@@ -168,7 +169,7 @@ class MismatchReport(NamedTuple):
                             mean of exp(|log ratio|), which NeMo-RL logs
     `probs_diff_mean`, `probs_diff_max`
                             absolute difference of the probabilities, which verl logs
-    `probs_correlation`     Pearson's correlation of the probabilities, which verl logs; NaN if they
+    `probs_correlation`     Pearson's correlation of the probabilities, which verl logs; 0 if they
                             do not vary
     `logp_diff_mean`, `logp_diff_max`
                             absolute difference of the log-probabilities, which TRL logs
@@ -392,10 +393,11 @@ def mismatch(
     numbers = numbers_of(gap, float(clip))
     notes = notes_on(gap, numbers["token_mult_prob_error"], "mask" in arrays, fillers is not None)
     if fillers:
-        notes.append(note_on_others(verdict, causes, rest))
+        says = f"{verdict}, of {max(bits_of(rest), 0):.1f} bits" if symptoms else verdict
+        notes.append(f"note: without these tokens, {rest.mask.sum():,} are left: {says}")
         verdict = "bug"
         probability = 1.0
-        causes = [fillers.kind]
+        causes = [fillers.kind, *causes]
         symptoms = [fillers, *symptoms]
     return MismatchReport(
         verdict=verdict,
@@ -446,18 +448,11 @@ def numbers_of(gap: Gap, clip: float) -> dict:
         "token_mult_prob_error": float(np.exp(np.minimum(np.abs(log_ratio), LARGEST)).mean()),
         "probs_diff_mean": float(probs_difference.mean()),
         "probs_diff_max": float(probs_difference.max()),
-        "probs_correlation": pearson(learner_probs, actor_probs),
+        "probs_correlation": correlation(learner_probs, actor_probs),
         "logp_diff_mean": float(np.abs(log_ratio).mean()),
         "logp_diff_max": float(np.abs(log_ratio).max()),
         "stacks": tuple(StackShare.of(*rule, gap) for rule in RULES),
     }
-
-
-def pearson(x: np.ndarray, y: np.ndarray) -> float:
-    x = x - x.mean()
-    y = y - y.mean()
-    size = math.sqrt(float(x @ x) * float(y @ y))
-    return float(x @ y) / size if size > 0 else math.nan
 
 
 def clipped_shares(gap: Gap, clip: float) -> dict[str, float]:
@@ -605,20 +600,6 @@ def kinds_of(symptoms: list[Seen]) -> list[str]:
     return kinds
 
 
-def note_on_others(verdict: str, causes: list[str], gap: Gap) -> str:
-    """What the tokens that are no fillers look like."""
-    if not gap.mask.any():
-        return "note: no other tokens are left to judge"
-    bits = f"{max(bits_of(gap), 0):.1f} bits"
-    says = {
-        "rounding": f", and they look like rounding to {bits}",
-        "rounding or bug": f", with a gap as of {bits}: rounding or a bug",
-    }.get(verdict, f": {verdict}")
-    if verdict == "bug":
-        says = f", and they have a bug ({causes[0]}): {MEANING[causes[0]]}"
-    return f"note: without these tokens, {gap.mask.sum():,} are left{says}"
-
-
 def notes_on(gap: Gap, error: float, has_mask: bool, has_fillers: bool) -> list[str]:
     """Lines that say what limits the numbers of the report. `error` is token_mult_prob_error."""
     zeros = float(((gap.flat.learner == 0) & (gap.flat.actor == 0)).mean())
@@ -647,7 +628,7 @@ def notes_on(gap: Gap, error: float, has_mask: bool, has_fillers: bool) -> list[
         ),
         (
             gap.step > COARSE and largest > 0,
-            f"note: the file's type has steps of {step:.2g} near a log-probability of "
+            f"note: the file has steps of {step:.2g} near a log-probability of "
             f"{-largest:.1f}. A gap of that size is the file's, so the horizon is a lower bound. "
             "Save float32.",
         ),

@@ -103,7 +103,7 @@ class Gap:
     `learner`, `actor`  float32, or float64 if a program gave that, and 0 where `mask` is False
     `mask`              which tokens count
     `step`              distance of neighbouring numbers at 1 in the type in which the
-                        log-probabilities were saved
+                        log-probabilities were saved, or of the decimals that they were rounded to
     `advantages`        of the tokens; None if there are none
     `tokens`            their numbers in the vocabulary; None if they are not given
     `unscored`          the number of tokens that are left out, because a program has NaN there
@@ -384,11 +384,25 @@ def gap_of(learner_logp, actor_logp, mask=None, advantages=None, lengths=None, t
         np.where(is_used, learner, np.zeros_like(learner)),
         np.where(is_used, actor, np.zeros_like(actor)),
         is_used,
-        max(step_of_learner, step_of_actor, 2.0**-23),  # policies compute in float32 at best
+        # Policies compute in float32 at best
+        max(
+            step_of_learner,
+            step_of_actor,
+            *map(grid_of, (learner[is_used], actor[is_used])),
+            2**-23,
+        ),
         advantages,
         tokens,
         int(is_unscored.sum()),
     )
+
+
+def grid_of(values: np.ndarray) -> float:
+    """The distance of the numbers' grid, if they were rounded to 2 to 4 decimals; otherwise 0."""
+    for distance in (1e-2, 1e-3, 1e-4):
+        if np.allclose(values / distance, np.round(values / distance), rtol=1e-6, atol=1e-3):
+            return distance
+    return 0.0
 
 
 def rows_of_advantages(

@@ -56,7 +56,7 @@ BITS_LEFT = {
     "fp4": 0.0,
 }
 SHRINK = 2.0  # tokens of mean 0 that are added to a group, so that a mean of few tokens is small
-PIECE = 64  # tokens of a row that are looked for in other rows
+PIECE = 32  # tokens of a sequence that are looked for elsewhere
 UNLIKE = (
     0.3  # squared log ratio, in variances of log-probabilities, of tokens with nothing in common
 )
@@ -189,24 +189,23 @@ class Aligned(Gap):
 
     @functools.cached_property
     def bins(self) -> np.ndarray:
-        """For each token, the number of a bin of tokens with similar log-probability, [S, T]."""
-        return self.bins_of(32)
+        """For each token, the number of a bin of tokens with similar log-probability, [S, T].
 
-    def bins_of(self, most: int) -> np.ndarray:
-        """At most so many bins, [S, T]. They have equally many tokens, 50 or more."""
-        bins = int(np.clip(len(self.flat.actor) // 50, 1, most))
+        There are at most 32 bins. They have equally many tokens, 50 or more.
+        """
+        bins = int(np.clip(len(self.flat.actor) // 50, 1, 32))
         edges = np.quantile(self.flat.actor, np.linspace(0, 1, bins + 1)[1:-1])
         return np.searchsorted(edges, self.actor).astype(np.int32)
 
-    def mean_of_bin(self, values: np.ndarray, bins: np.ndarray) -> np.ndarray:
+    def mean_of_bin(self, values: np.ndarray) -> np.ndarray:
         """For each token, the mean of `values` over the tokens of its bin, [S, T]."""
-        total = np.bincount(bins[self.mask], values[self.mask], minlength=bins.max() + 1)
-        count = np.bincount(bins[self.mask], minlength=bins.max() + 1)
-        return (total / np.maximum(count, 1))[bins]
+        bins = self.bins[self.mask]
+        total = np.bincount(bins, values[self.mask], minlength=32)
+        return (total / np.maximum(np.bincount(bins, minlength=32), 1))[self.bins]
 
     def without_bins(self, values: np.ndarray) -> np.ndarray:
         """`values` less the mean of their bins, [S, T]; 0 where there is no token."""
-        return np.where(self.mask, values - self.mean_of_bin(values, self.bins), 0.0)
+        return np.where(self.mask, values - self.mean_of_bin(values), 0.0)
 
     @functools.cached_property
     def size(self) -> np.ndarray:
@@ -219,7 +218,7 @@ class Aligned(Gap):
     def typical(self) -> np.ndarray:
         """|d| that is typical of the token's log-probability, [S, T]."""
         # The mean of roots: a few huge log ratios change it little.
-        return np.square(self.mean_of_bin(np.sqrt(self.size), self.bins))
+        return np.square(self.mean_of_bin(np.sqrt(self.size)))
 
     @functools.cached_property
     def scores(self) -> np.ndarray:
@@ -427,35 +426,40 @@ def misplaced(gap: Aligned) -> dict:
 
 
 def reordered(gap: Aligned) -> dict | None:
-    """Do the learner's log-probabilities fit other sequences of the actor better than their own?
+    """Do the learner's log-probabilities fit other sequences of the actor, or other pieces of the
+    same sequence, better than their own?
 
-    Rows are compared in pieces of PIECE tokens, because a piece of a row may be exchanged. A piece
-    fits another one if a tenth of the squared gap is left there. All of a row with such a piece
-    counts: one row may be longer than the other.
+    Sequences are compared in pieces of PIECE tokens. A piece fits another one if a tenth of the
+    squared gap is left there. All of a sequence with such a piece counts: one sequence may be
+    longer than the other, and what follows its end is no log-probability and may be huge.
     """
     if gap.sequences < FEW_SEQUENCES:
         return None
     spread = np.abs(gap.flat.actor - gap.flat.actor.mean()).mean()
-    # What follows the end of a row is no log-probability, and may be huge
     own = np.minimum(np.square(gap.log_ratio), (5 * spread) ** 2)
-    is_moved = np.zeros(len(own), bool)
-    for start in range(0, gap.mask.shape[1], PIECE):
-        piece = slice(start, start + PIECE)
-        mask = gap.mask[:, piece].astype(np.float32)
-        count = mask.sum(1)
-        square = own[:, piece].sum(1)
-        rows = np.flatnonzero((count >= PIECE // 2) & (square > UNLIKE * spread**2 * count))
-        if not len(rows):
-            continue
-        learner = gap.learner[rows, piece].astype(np.float32)
-        actor = gap.actor[:, piece].astype(np.float32)
-        common = mask[rows] @ mask.T
-        distance = np.square(learner) @ mask.T - 2 * learner @ actor.T
-        distance = (distance + mask[rows] @ np.square(actor).T) / np.maximum(common, 1)
-        distance[common < count[rows, None] / 2] = np.inf
-        is_moved[rows] |= distance.min(1) * count[rows] < 0.1 * square[rows]
-    share = own[is_moved].sum() / max(own.sum(), TINY**2)
-    return {"value": share, "share": share, "moved": is_moved.sum()}
+    missing = (0, 0), (0, -gap.mask.shape[1] % PIECE)
+    learner, actor, mask, square = (
+        np.pad(x, missing).astype(np.float32).reshape(len(own), -1, PIECE)
+        for x in (gap.learner, gap.actor, gap.mask, own)
+    )
+    count = mask.sum(2)
+    square = square.sum(2)
+    is_unlike = (count >= PIECE / 2) & (square > UNLIKE * spread**2 * count)
+    is_moved = np.zeros_like(is_unlike)
+    at_same_place = [(slice(None), piece) for piece in range(mask.shape[1])]
+    in_same_sequence = [(row, slice(None)) for row in np.flatnonzero(is_unlike.any(1))]
+    for pieces in [*at_same_place, *in_same_sequence]:
+        if is_unlike[pieces].any():
+            common = mask[pieces] @ mask[pieces].T
+            distance = np.square(learner[pieces]) @ mask[pieces].T
+            distance += mask[pieces] @ np.square(actor[pieces]).T
+            distance -= 2 * learner[pieces] @ actor[pieces].T
+            distance[common < PIECE / 2] = np.inf
+            left = (distance / np.maximum(common, 1)).min(1) * count[pieces]
+            is_moved[pieces] |= is_unlike[pieces] & (left < 0.1 * square[pieces])
+    moved = is_moved.any(1)
+    share = own[moved].sum() / max(own.sum(), TINY**2)
+    return {"value": share, "share": share, "moved": moved.sum()}
 
 
 def mislabelled(gap: Aligned) -> dict:
@@ -637,7 +641,7 @@ def learned(gap: Aligned) -> dict | None:
 
     actor = ranks(gap.actor)
     residuals = []
-    surplus = gap.log_ratio - gap.mean_of_bin(gap.log_ratio, gap.bins_of(10))
+    surplus = gap.without_bins(gap.log_ratio)
     for x in (surplus, gap.advantages):
         rank = ranks(x)
         residuals.append(rank - actor * (rank @ actor) / (actor @ actor))
@@ -729,16 +733,11 @@ def heavy_tail(gap: Aligned) -> dict:
 
 
 def between_sequences(gap: Aligned) -> dict | None:
-    """Do sequences differ in the size of their log ratios, in the first tokens or as a whole?"""
+    """Do sequences differ in the size of their log ratios?"""
     if gap.sequences < FEW_SEQUENCES or gap.rms < HARMLESS:
         return None
-    piece = -(-gap.mask.shape[1] // 32)  # the longest sequence has 32 pieces
-    whole = spread_between(gap.scores, gap.mask, piece, gap.draw)
-    first = spread_between(gap.scores[:, :FIRST], gap.mask[:, :FIRST], 1, gap.draw)
-    at_first = first[0] / first[1] > whole[0] / whole[1]
-    value, chance = first if at_first else whole
-    shown = slice(0, FIRST) if at_first else slice(None)
-    mean = gap.scores[:, shown].sum(1) / np.maximum(gap.mask[:, shown].sum(1), 1)
+    value, chance = spread_between(gap.scores, gap.mask, gap.draw)
+    mean = gap.scores.sum(1) / np.maximum(gap.lengths, 1)
     is_sequence = gap.lengths > 0
     median = np.median(mean[is_sequence])
     stands_out = is_sequence & (mean > median + 0.7)  # twice as large as the median
@@ -748,21 +747,20 @@ def between_sequences(gap: Aligned) -> dict | None:
         "share": gap.share_at(stands_out[:, None] & gap.mask),
         "chance": chance,
         "times": np.exp(np.quantile(mean[is_sequence], 0.95) - median),
-        "where": ", in the first tokens" if at_first else "",
         "worst": ", ".join(str(i) for i in worst),
     }
 
 
 def spread_between(
-    scores: np.ndarray, mask: np.ndarray, piece: int, draw: np.random.Generator
+    scores: np.ndarray, mask: np.ndarray, draw: np.random.Generator
 ) -> tuple[float, float]:
     """The standard deviation of scores between sequences, without noise, and its limit.
 
     The variance of sequences' means has a part that noise makes: the variance that is left when
-    pieces of `piece` tokens are exchanged between sequences. What positions have in common is
-    subtracted first.
+    pieces are exchanged between sequences, of which the longest has 32. What positions have in
+    common is subtracted first.
     """
-    starts = np.arange(0, mask.shape[1], piece)
+    starts = np.arange(0, mask.shape[1], -(-mask.shape[1] // 32))
     counts = np.add.reduceat(mask.astype(float), starts, axis=1)  # [S, P]
     sums = np.add.reduceat(scores, starts, axis=1)
     mean_of_position = sums.sum(0) / np.maximum(counts.sum(0), 1)
@@ -848,12 +846,13 @@ SYMPTOMS = {
         "the learner's log-probabilities fit the actor's of the token {distance} {side} it, in "
         "whole sequences or from a token on",
     ),
-    "fit of another sequence": Symptom(
+    "fit of another piece": Symptom(
         "order",
         "fixed",
         0.3,
         reordered,
-        "{moved:,} rows of the learner fit other rows of the actor, at least in pieces",
+        "{moved:,} sequences of the learner fit other sequences of the actor, or other pieces of "
+        "their own, at least in part",
     ),
     "unlikely tokens": Symptom(
         "shift",
@@ -881,14 +880,14 @@ SYMPTOMS = {
     "a function of the log-probability": Symptom(
         "temperature",
         "fixed",
-        0.2,
+        0.1,
         tempered,
         "where the actor's log-probability changes by 1, the learner's changes by {slope:.2f}",
     ),
     "the same at each token number": Symptom(
         "weights",
         "fixed",
-        0.1,
+        0.06,
         by_token,
         "the log ratio depends on which token of the vocabulary it is",
     ),
@@ -922,7 +921,7 @@ SYMPTOMS = {
         0.4,
         between_sequences,
         "sequences differ: for its log-probabilities, a log ratio is {times:.1f} times as large in "
-        "the worst twentieth as in the median{where} (the largest are those of sequences {worst})",
+        "the worst twentieth as in the median (the largest are those of sequences {worst})",
     ),
     "a position": Symptom(
         "template",
@@ -1036,10 +1035,12 @@ def without_fillers(gap: Gap) -> tuple[Gap, Seen | None]:
         actor=np.where(tokens, 0.0, gap.actor),
         mask=gap.mask & ~tokens,
     )
-    # A shift puts other numbers beside the zeros of tokens that are certain.
-    is_judged = rest.mask.sum() >= FEW_TOKENS
-    if is_judged and measure("fit of a neighbouring token", Aligned.of(rest)).is_seen:
-        return gap, None
+    # A shift or another order puts other numbers beside the zeros of tokens that are certain.
+    if rest.mask.sum() >= FEW_TOKENS:
+        others = Aligned.of(rest)
+        moved = [measure(f"fit of {x}", others) for x in ("a neighbouring token", "another piece")]
+        if any(symptom and symptom.is_seen for symptom in moved):
+            return gap, None
     numbers, counts = np.unique(logp[fillers], return_counts=True)
     constant = numbers[counts.argmax()]
     if abs(constant) <= ZERO:
