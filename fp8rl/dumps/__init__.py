@@ -486,13 +486,13 @@ def horizons_of(gap: Aligned) -> dict[str, float]:
     sums, counts = squares_of(gap, 1)
     single = horizon_of(1, sums.sum() / counts.sum())
     length, horizon = 1, single
-    while 2 * length <= min(gap.mask.shape[1], 2 * horizon):
-        longer_sums, longer_counts = squares_of(gap, 2 * length)
-        if longer_counts.sum() < 32:  # the spread of fewer products is chance
-            break
+    longer = squares_of(gap, 2)
+    # The spread of fewer than 32 products is chance
+    while 2 * length <= min(gap.mask.shape[1], 2 * horizon) and longer[1].sum() >= 32:
         length *= 2
-        sums, counts = longer_sums, longer_counts
+        sums, counts = longer
         horizon = horizon_of(length, sums.sum() / counts.sum())
+        longer = squares_of(gap, 2 * length)
     if horizon * 1.5 >= single:  # ratios hardly go together
         length, horizon = 1, single
         sums, counts = squares_of(gap, 1)
@@ -516,9 +516,6 @@ def squares_of(gap: Aligned, length: int) -> tuple[np.ndarray, np.ndarray]:
 
     Their sum over each sequence, [S], and the number of products that it has, [S].
     """
-    if length == 1:
-        squares = np.where(gap.mask, np.square(gap.excess), 0.0)
-        return squares.sum(1), gap.lengths
     until = np.pad(np.cumsum(gap.log_ratio, axis=1), ((0, 0), (1, 0)))
     starts = np.arange(0, gap.mask.shape[1] - length + 1, length)
     is_whole = starts + length <= gap.lengths[:, None]  # the sequence has all of these tokens
@@ -604,8 +601,6 @@ def notes_on(gap: Gap, error: float, has_mask: bool, has_fillers: bool) -> list[
     """Lines that say what limits the numbers of the report. `error` is token_mult_prob_error."""
     zeros = float(((gap.flat.learner == 0) & (gap.flat.actor == 0)).mean())
     has_zeros = zeros > 0.05
-    largest = float(-gap.actor.min())
-    step = gap.step * 2.0 ** math.floor(math.log2(max(largest, TINY)))
     notes = (
         (
             error > 1.05,
@@ -627,10 +622,9 @@ def notes_on(gap: Gap, error: float, has_mask: bool, has_fillers: bool) -> list[
             "are fillers, mask them: they make the gap look smaller.",
         ),
         (
-            gap.step > COARSE and largest > 0,
-            f"note: the file has steps of {step:.2g} near a log-probability of "
-            f"{-largest:.1f}. A gap of that size is the file's, so the horizon is a lower bound. "
-            "Save float32.",
+            gap.step > COARSE,
+            f"note: the file's numbers have steps of {gap.step:.2g} at a log-probability of -1. A "
+            "gap of that size is the file's, so the horizon is a lower bound. Save float32.",
         ),
         (
             not has_mask and (has_fillers or has_zeros),

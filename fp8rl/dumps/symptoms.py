@@ -599,29 +599,21 @@ def too_few_bits(gap: Aligned) -> dict | None:
 
 
 def unlike_sound(gap: Aligned) -> dict | None:
-    """Is a number of the gap larger than that of a dump which is known to be sound?
+    """Is k3 larger than that of a dump which is known to be sound, at all tokens or at some?
 
-    The numbers are means of k3, of all tokens and of some. Errors are those over sequences.
+    Errors are those over sequences.
     """
     if gap.sound is None:
         return None
-    worst = {"value": 0.0, "of": "", "here": 0.0, "there": 0.0, "errors": 0.0}
+    found = []
     for of in ("all", "beginning", "last", "last third"):
-        (here, error), (there, error_there) = (
-            mean_and_error(x.excess - x.log_ratio, x.places[of]) for x in (gap, gap.sound)
-        )
-        errors = (here - there) / max(np.hypot(error, error_there), TINY**2)
-        value = here / max(there, TINY**2)
-        if errors > CHANCE and value > worst["value"]:
-            worst = {"value": value, "of": of, "here": here, "there": there, "errors": errors}
-    return worst
-
-
-def mean_and_error(values: np.ndarray, tokens: np.ndarray) -> tuple[float, float]:
-    """The mean over these tokens, and its standard error."""
-    if not tokens.any():
-        return 0.0, 0.0
-    return float(values[tokens].mean()), standard_error(values, tokens)
+        k3 = [x.excess - x.log_ratio for x in (gap, gap.sound)]
+        tokens = [x.places[of] for x in (gap, gap.sound)]
+        here, there = (float(x[at].mean()) for x, at in zip(k3, tokens, strict=True))
+        error = np.hypot(*(standard_error(x, at) for x, at in zip(k3, tokens, strict=True)))
+        value = here / max(there, TINY**2) if here - there > CHANCE * error else 0.0
+        found.append({"value": value, "of": of, "here": here, "there": there, "error": error})
+    return max(found, key=lambda x: x["value"])
 
 
 def learned(gap: Aligned) -> dict | None:
@@ -905,7 +897,7 @@ SYMPTOMS = {
         2.0,
         unlike_sound,
         "k3 of tokens ({of}) is {value:.2g} times that of the sound dump ({here:.2g} for "
-        "{there:.2g}, {errors:.0f} standard errors)",
+        "{there:.2g}, with a standard error of {error:.1g})",
     ),
     "a heavy tail": Symptom(
         "heavy tail",
