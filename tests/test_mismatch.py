@@ -79,17 +79,17 @@ def test_each_number_is_that_of_its_formula():
         "logp_diff_max": math.log(2),
         "farthest": (1, 2),
     }
-    assert {name: getattr(report, name) for name in expected} == pytest.approx(expected)
+    assert {name: getattr(report.numbers, name) for name in expected} == pytest.approx(expected)
     assert report.verdict == "not judged" and "at least 256" in str(report)
 
 
 def test_a_mask_leaves_tokens_out_whatever_they_are():
     mask = np.array([[1, 1, 0], [0, 1, 1]])
     report = mismatch(np.where(mask, LEARNER, np.nan), np.where(mask, ACTOR, -np.inf), mask)
-    assert (report.tokens, report.mean_length) == (4, 2)
-    assert report.mean_ratio == pytest.approx(RATIO[mask.astype(bool)].mean())
-    assert report.sequence_sample_size == pytest.approx(kish(np.array([1.0, 0.75])))
-    assert mismatch(LEARNER, ACTOR, [[1, 1, 1], [0, 0, 0]]).sequences == 1
+    assert (report.numbers.tokens, report.numbers.mean_length) == (4, 2)
+    assert report.numbers.mean_ratio == pytest.approx(RATIO[mask.astype(bool)].mean())
+    assert report.numbers.sequence_sample_size == pytest.approx(kish(np.array([1.0, 0.75])))
+    assert mismatch(LEARNER, ACTOR, [[1, 1, 1], [0, 0, 0]]).numbers.sequences == 1
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_mask_leaves_tokens_out_whatever_they_are():
 )
 def test_the_clip_drops_what_ppo_drops(advantages, clip, shares):
     report = mismatch(LEARNER, ACTOR, advantages=advantages, clip=clip)
-    found = report.clipped_above, report.clipped_below, report.clipped
+    found = report.numbers.clipped_above, report.numbers.clipped_below, report.numbers.clipped
     assert found == pytest.approx(shares, nan_ok=True)
     assert ("would drop" in str(report)) == (advantages is not None)
 
@@ -112,10 +112,12 @@ def test_the_horizon_is_exact_for_tiny_gaps_and_infinite_for_none():
     logp = policy_logp()
     learner = noisy(logp, 1e-9)
     spread = np.square(learner - logp).mean()
-    assert mismatch(learner, logp).horizon == pytest.approx(-math.log(0.9) / spread, rel=1e-4)
+    assert mismatch(learner, logp).numbers.horizon == pytest.approx(
+        -math.log(0.9) / spread, rel=1e-4
+    )
     with np.errstate(all="raise", under="ignore"):
         same = mismatch(logp, logp)
-    assert (same.verdict, same.horizon, same.horizons) == ("exact", math.inf, 0)
+    assert (same.verdict, same.numbers.horizon, same.numbers.horizons) == ("exact", math.inf, 0)
     assert str(same).startswith("exact: ") and json.loads(same.to_json())["horizon"] is None
 
 
@@ -129,14 +131,14 @@ def test_one_token_with_a_huge_log_ratio_is_named_and_its_ratio_is_the_same_ever
     with np.errstate(all="raise", under="ignore"):
         report = mismatch(learner, actor, mask)
     text = str(report)
-    assert report.farthest == (5, 7) and "(largest, at [5, 7])" in text
+    assert report.numbers.farthest == (5, 7) and "(largest, at [5, 7])" in text
     assert "100% of the squared gap is at 1 of 6,208 tokens, here and there" in text
     assert "the largest is token 7 of sequence 5" in text
     largest = np.exp(min(abs(log_ratio), 300.0))
-    assert report.token_mult_prob_error == pytest.approx(largest / report.tokens)
+    assert report.numbers.token_mult_prob_error == pytest.approx(largest / report.numbers.tokens)
     if log_ratio > 0:
-        assert report.largest_ratio == pytest.approx(largest)
-        assert report.stacks[-2].mean_weight == pytest.approx(report.mean_ratio)
+        assert report.numbers.largest_ratio == pytest.approx(largest)
+        assert report.stacks[-2].mean_weight == pytest.approx(report.numbers.mean_ratio)
     assert not re.search(r"[\d,]{14,}", f"{text} {report.stack_table()} {report.to_json()}")
 
 
@@ -146,12 +148,12 @@ def test_the_horizon_is_measured_where_ratios_go_together():
     draw = np.random.default_rng(1)
     noise = 0.02 * draw.normal(size=logp.shape)
     independent = mismatch(logp + noise, logp)
-    assert independent.horizon == independent.token_horizon
-    assert 0.9 < independent.horizon_low / independent.horizon < 1
+    assert independent.numbers.horizon == independent.numbers.token_horizon
+    assert 0.9 < independent.numbers.horizon_low / independent.numbers.horizon < 1
     report = mismatch(logp + noise + 0.01 * draw.normal(size=(256, 1)), logp)
     # At a horizon of H tokens, 0.01 H + the noise of H tokens is about a third.
-    assert report.horizon == pytest.approx(30, rel=0.3) and "go together" in str(report)
-    assert report.horizon_low < report.horizon < report.horizon_high
+    assert report.numbers.horizon == pytest.approx(30, rel=0.3) and "go together" in str(report)
+    assert report.numbers.horizon_low < report.numbers.horizon < report.numbers.horizon_high
 
 
 # The verdict
@@ -210,6 +212,23 @@ def weak_line(is_swapped: bool) -> tuple:
     return (dump[1], dump[0], dump[2]) if is_swapped else dump
 
 
+def by_token() -> dict:
+    """The learner finds some tokens more likely than the actor, wherever they are."""
+    draw = np.random.default_rng(7)
+    tokens = draw.integers(0, 50, LOGP.shape)
+    learner = noisy(LOGP) + 0.03 * draw.normal(size=50)[tokens] * -np.expm1(LOGP)
+    return {"learner_logp": np.minimum(learner, 0), "actor_logp": LOGP, "tokens": tokens}
+
+
+def after_holes() -> tuple:
+    """The gap is larger at three tokens after some that do not count."""
+    begin = np.random.default_rng(8).integers(20, 80, (64, 1))
+    is_after = (begin <= PLACE) & (begin + 3 > PLACE)
+    mask = (begin - 8 > PLACE) | (begin <= PLACE)
+    return *where(is_after, 0.3, LOGP), mask
+
+
+LOGP = policy_logp()
 ROWS = np.arange(128)[:, None]
 PLACE = np.arange(100)[None]
 HERE_AND_THERE = np.random.default_rng(4).random((64, 100)) < 0.03
@@ -226,6 +245,33 @@ VERDICTS = {
     "half a bit": (lambda: sampled(noise=0.6), ["other"], "in use leave more than 0.8"),
     "rolled by one": (lambda: planted("shift"), ["shift"], "the token 1 before it"),
     "other labels": (lambda: (policy_logp(128, seed=5) - 2.5, policy_logp(128)), ["shift"], "e^2."),
+    "other rows": (lambda: (noisy(policy_logp())[::-1], policy_logp()), ["order"], "64 sequences"),
+    "four other rows": (
+        lambda: (noisy(policy_logp())[[3, 2, 1, 0, *range(4, 64)]], policy_logp()),
+        ["order"],
+        "4 sequences of the learner",
+    ),
+    "other pieces": (
+        lambda: (np.roll(noisy(policy_logp(64, 128)), 32, 1), policy_logp(64, 128)),
+        ["order"],
+        "other pieces of their own",
+    ),
+    "a token is missing": (
+        lambda: (
+            np.where(PLACE < 30, LOGP, np.roll(LOGP, -1, 1)),
+            noisy(LOGP),
+            np.broadcast_to(PLACE < 99, LOGP.shape),
+        ),
+        ["shift"],
+        "from a token on",
+    ),
+    "base 10": (
+        lambda: (LOGP / np.log(10), noisy(LOGP)),
+        ["base"],
+        "logarithms of different bases",
+    ),
+    "by token": (by_token, ["weights"], "which token of the vocabulary it is"),
+    "after holes": (after_holes, ["template"], "right after tokens that do not count"),
     "0.8": (lambda: (0.8 * sampled()[1], sampled()[1]), ["temperature"], "does not divide"),
     "lower": (lambda: (where(False)[0] - 0.05, policy_logp(128)), ["truncation"], "0.95"),
     "a third": (lambda: where(ROWS % 3 == 0), ["padding"], "are those of sequences"),

@@ -73,6 +73,25 @@ SAME = {
     "verl in NumPy": {name: x.numpy() for name, x in VERL.items()},
     "TRL": {**TRL, "tool_mask": None},
     "OpenRLHF": {**OPENRLHF, "advantages": ADVANTAGES[:, None]},
+    "slime": {
+        "log_probs": rows_of(LEARNER),
+        "rollout_log_probs": rows_of(ACTOR),
+        "loss_masks": rows_of(IS_ANSWER.long()),
+        "advantages": ADVANTAGES,
+    },
+    "prime-rl": {
+        "trainer_logprobs": LEARNER,
+        "inference_logprobs": ACTOR,
+        "loss_mask": IS_ANSWER,
+        "advantages": ADVANTAGES,
+    },
+    "SkyRL": {
+        "action_log_probs": LEARNER,
+        "rollout_logprobs": ACTOR,
+        "response_mask": torch.ones(SEQUENCES, TOKENS),
+        "loss_mask": IS_ANSWER,
+        "advantages": ADVANTAGES,
+    },
     "columns": {**OURS, "advantages": ADVANTAGES[:, None].tolist()},
     "uint8": {**OURS, "mask": IS_ANSWER.to(torch.uint8)},
     "bfloat16": {**OURS, "mask": IS_ANSWER.bfloat16()},
@@ -92,9 +111,13 @@ SAME = {
 
 def assert_same(report, times: int = 1) -> None:
     assert report.verdict == "rounding"
-    assert (report.tokens, report.sequences) == (EXPECTED.tokens * times, SEQUENCES * times)
+    assert (report.numbers.tokens, report.numbers.sequences) == (
+        EXPECTED.numbers.tokens * times,
+        SEQUENCES * times,
+    )
     for name in ("kl_k3", "clipped_above", "sequence_sample_size", "clipped"):
-        assert getattr(report, name) == pytest.approx(getattr(EXPECTED, name)), name
+        found, expected = (getattr(x.numbers, name) for x in (report, EXPECTED))
+        assert found == pytest.approx(expected), name
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -110,7 +133,20 @@ def test_a_dump_of_any_stack_in_any_form_gives_the_same_report(name, tmp_path):
 def test_a_token_counts_if_it_is_in_both_masks_of_a_stack():
     counts = IS_ANSWER & IS_MODEL
     assert mismatch(TRL) == mismatch(LEARNER, ACTOR, counts, ADVANTAGES)
-    assert mismatch(NEMO).sequences == SEQUENCES - 3
+    assert mismatch(NEMO).numbers.sequences == SEQUENCES - 3
+
+
+def test_a_token_that_a_program_could_not_score_is_left_out_and_counted():
+    actor = ACTOR.clone()
+    actor[3, :2] = math.nan
+    report = mismatch({**TRL, "tool_mask": None, "sampling_per_token_logps": actor})
+    assert report.numbers.tokens == EXPECTED.numbers.tokens - 2
+    assert "note: 2 tokens are left out, because a program has NaN there" in report.notes
+
+
+def test_numbers_that_were_rounded_to_decimals_are_said_to_be():
+    report = mismatch(LEARNER.round(decimals=3), ACTOR.round(decimals=3), IS_ANSWER)
+    assert report.verdict == "rounding" and "steps of 0.001" in report.notes[-1]
 
 
 def halves(dump: dict) -> list[dict]:

@@ -31,12 +31,13 @@ KL divergence".
 import json
 import math
 import re
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 
 from .dump import COARSE, LARGEST, TINY, Gap, arrays_of, gap_of
-from .rules import RULES, StackShare, caps_line, kish, stack_table
+from .rules import RULES, StackShare, kish, stack_table
 from .symptoms import (
     BITS_LEFT,
     FEW_SEQUENCES,
@@ -114,16 +115,17 @@ ALIASES = {
 # How much a unit of each of `evidence_of` raises the logit of the probability of a bug, fitted by
 # benchmarks/decoder_dumps.py
 WEIGHTS = {
-    "one": 0.0,
-    "k3": 1.0,
-    "bits": 0.0,
-    "exact": 0.0,
-    "symptom": 1.0,
-    "seen": 1.0,
-    "explained": 1.0,
+    "one": 0.262,
+    "k3": 0.258,
+    "bits": -0.407,
+    "exact": -0.296,
+    "symptom": 0.517,
+    "seen": 2.428,
+    "explained": 0.884,
 }
-LIKELY = 0.9  # probability from which on a gap is called a bug
-UNLIKELY = 0.5  # below it is called rounding
+LIKELY = 0.75  # probability from which on a gap is called a bug
+UNLIKELY = 0.3  # below it is called rounding
+LEAST_SPREAD = 0.5  # nats; where all log-probabilities are alike, they say nothing of arithmetic
 LEAST_SHARE = 0.01  # of the squared gap; what explains less is named only if nothing else is seen
 ENOUGH = 2 / 3  # of the squared gap; if kinds explain that much, no further one is named
 
@@ -133,48 +135,16 @@ class MismatchReport(NamedTuple):
 
     `str(report)` has it in words, and `report.stack_table()` what RL stacks do with these tokens.
 
-    `verdict`               exact, rounding, bug or not judged; "rounding or bug" if there is no
-                            symptom, but the gap is that of very few bits
-    `probability`           probability that there is a bug, if half of all dumps have one; 0 if
-                            that is not judged
-    `kind`                  kind of the bug, one of MEANING's; empty if there is none
-    `causes`                kinds of bugs that may have made the gap, `kind` first
-    `symptoms`              all symptoms that were measured, the strongest first
-    `precision`             what both programs claim to compute in, or the bits that were expected;
-                            empty if nothing was claimed
-    `bits`                  bits of mantissa to which everything would have to be rounded to make
-                            such a gap: an estimate
-    `sequences`, `tokens`   number of sequences and tokens that count
-    `mean_length`           mean number of tokens in a sequence
-    `token_sample_size`     Kish's effective sample size of the tokens' ratios, as a share
-    `sequence_sample_size`  the same for the ratios of whole sequences; NaN for a single sequence
-    `horizon`, `horizon_low`, `horizon_high`, `token_horizon`
-                            H in tokens, its 95% interval, and what it would be of independent
-                            tokens
-    `horizons`              the mean length of sequences in horizons
-    `kl_k1`, `kl_k3`        two estimates of KL(mu || pi) per token, in nats
-    `mean_ratio`            mean of the tokens' ratios
-    `mean_ratio_error`      standard error of the mean ratio over sequences
-    `smallest_ratio`, `largest_ratio`
-                            extremes of the tokens' ratios; log ratios are limited to 300 in all
-                            numbers, so no ratio is above 2e130
-    `farthest`              sequence and position of the token whose log ratio is largest in size
-    `clip`                  PPO's clip
-    `clipped_above`         share of the tokens of positive advantage whose ratio is above 1 + clip;
-                            without advantages, share of all tokens
-    `clipped_below`         share of the tokens of negative advantage whose ratio is below 1 - clip;
-                            without advantages, share of all tokens
-    `clipped`               share of all tokens that PPO's clip drops; NaN without advantages
-    `token_mult_prob_error`
-                            mean of exp(|log ratio|), which NeMo-RL logs
-    `probs_diff_mean`, `probs_diff_max`
-                            absolute difference of the probabilities, which verl logs
-    `probs_correlation`     Pearson's correlation of the probabilities, which verl logs; 0 if they
-                            do not vary
-    `logp_diff_mean`, `logp_diff_max`
-                            absolute difference of the log-probabilities, which TRL logs
-    `stacks`                what each rule of the RL stacks does with these tokens (rules.py)
-    `notes`                 lines that say what limits the numbers
+    `verdict`      exact, rounding, bug or not judged; "rounding or bug" if it cannot be told
+    `probability`  probability that there is a bug, if half of all dumps have one; 0 if that is not
+                   judged
+    `kind`         kind of the bug, one of MEANING's; empty if there is none
+    `causes`       kinds of bugs that may have made the gap, `kind` first
+    `symptoms`     all symptoms that were measured: first those that are seen, by what they explain
+    `precision`    what both programs claim to compute in; empty if nothing was claimed
+    `numbers`      all numbers, such as `report.numbers.kl_k3` (`numbers_of` lists them)
+    `stacks`       what each rule of the RL stacks does with these tokens (rules.py)
+    `notes`        lines that say what limits the numbers
     """
 
     verdict: str
@@ -183,52 +153,26 @@ class MismatchReport(NamedTuple):
     causes: tuple[str, ...]
     symptoms: tuple[Seen, ...]
     precision: str
-    bits: float
-    sequences: int
-    tokens: int
-    mean_length: float
-    token_sample_size: float
-    sequence_sample_size: float
-    horizon: float
-    horizon_low: float
-    horizon_high: float
-    token_horizon: float
-    horizons: float
-    kl_k1: float
-    kl_k3: float
-    mean_ratio: float
-    mean_ratio_error: float
-    smallest_ratio: float
-    largest_ratio: float
-    farthest: tuple[int, int]
-    clip: float
-    clipped_above: float
-    clipped_below: float
-    clipped: float
-    token_mult_prob_error: float
-    probs_diff_mean: float
-    probs_diff_max: float
-    probs_correlation: float
-    logp_diff_mean: float
-    logp_diff_max: float
+    numbers: SimpleNamespace
     stacks: tuple[StackShare, ...]
     notes: tuple[str, ...]
 
     @property
     def has_advantages(self) -> bool:
-        return not math.isnan(self.clipped)
+        return not math.isnan(self.numbers.clipped)
 
     def __str__(self) -> str:
         """The report in short lines. The first line has the verdict."""
-        return "\n".join([*self.headline(), *self.numbers(), *self.notes])
+        return "\n".join([*self.headline(), *self.lines(), *self.notes])
 
     def headline(self) -> list[str]:
         """The verdict, and lines that explain it."""
-        bits = f"arithmetic with about {max(self.bits, 0):.1f} bits of mantissa makes such a gap"
+        x = self.numbers
+        bits = f"arithmetic with about {max(x.bits, 0):.1f} bits of mantissa makes such a gap"
         lines = {
             "exact": ["exact: both policies give the same log-probabilities"],
             "not judged": [
-                f"not judged: {self.tokens} tokens are too few to tell rounding from a bug; "
+                f"not judged: {x.tokens} tokens are too few to tell rounding from a bug; "
                 f"give at least {FEW_TOKENS}"
             ],
             "rounding": [f"rounding: {bits}"],
@@ -244,49 +188,50 @@ class MismatchReport(NamedTuple):
         if self.verdict == "rounding" and not self.has_advantages:
             lines.append("  give advantages, too, to tell old weights from rounding")
         for number, kind in enumerate(self.causes):
-            of_kind = [x for x in self.symptoms if x.kind == kind and x.is_seen]
-            share = max((x.share for x in of_kind), default=0.0)
+            seen = [symptom for symptom in self.symptoms if symptom.is_seen]
+            of_kind = [symptom for symptom in seen if symptom.kind == kind]
+            share = max((symptom.share for symptom in of_kind), default=0.0)
             lines.append(
                 f"{'also' if number and share < 1 / 3 else 'bug'} ({kind}): {MEANING[kind]}"
             )
             lines += [symptom.line for symptom in of_kind]
         return lines
 
-    def numbers(self) -> list[str]:
+    def lines(self) -> list[str]:
         """Lines with the numbers of the report."""
+        x = self.numbers
         interval = ""
-        if math.isfinite(self.horizon_low):
-            interval = f" (95% interval {amount(self.horizon_low)} to {amount(self.horizon_high)})"
+        if math.isfinite(x.horizon_low):
+            interval = f" (95% interval {amount(x.horizon_low)} to {amount(x.horizon_high)})"
         together = ""
-        if self.horizon != self.token_horizon:
+        if x.horizon != x.token_horizon:
             together = "; here ratios go together along a sequence"
-        above, below = f"{self.clipped_above:.2%} of", f"{self.clipped_below:.2%}"
-        clipped = f"{above} the tokens are above {1 + self.clip:g}, {below} below {1 - self.clip:g}"
+        above, below = f"{x.clipped_above:.2%} of", f"{x.clipped_below:.2%}"
+        clipped = f"{above} the tokens are above {1 + x.clip:g}, {below} below {1 - x.clip:g}"
         if self.has_advantages:
             clipped = (
-                f"would drop {self.clipped:.2%} of the tokens: {above} those with positive "
+                f"would drop {x.clipped:.2%} of the tokens: {above} those with positive "
                 f"advantage, {below} with negative"
             )
         return [
-            f"horizon: {amount(self.horizon)} tokens{interval}, after which the weights of "
+            f"horizon: {amount(x.horizon)} tokens{interval}, after which the weights of "
             "sequences have an effective sample size of 0.9",
-            f"  if tokens were independent: {amount(self.token_horizon)}{together}",
-            f"lengths: sequences of {self.mean_length:,.1f} tokens are {amount(self.horizons)} "
+            f"  if tokens were independent: {amount(x.token_horizon)}{together}",
+            f"lengths: sequences of {x.mean_length:,.1f} tokens are {amount(x.horizons)} "
             "horizons long",
-            f"effective sample size: {self.token_sample_size:.4f} of the tokens, "
-            f"{self.sequence_sample_size:.4f} of the sequences",
-            f"divergence: {self.kl_k1:.3g} nats a token (k1), {self.kl_k3:.3g} (k3)",
-            f"ratios: mean {ratio_in_line(self.mean_ratio)} ± {self.mean_ratio_error:.1g}, "
-            f"from {self.smallest_ratio:.3g} to {self.largest_ratio:.3g}",
+            f"effective sample size: {x.token_sample_size:.4f} of the tokens, "
+            f"{x.sequence_sample_size:.4f} of the sequences",
+            f"divergence: {x.kl_k1:.3g} nats a token (k1), {x.kl_k3:.3g} (k3)",
+            f"ratios: mean {ratio_in_line(x.mean_ratio)} ± {x.mean_ratio_error:.1g}, "
+            f"from {x.smallest_ratio:.3g} to {x.largest_ratio:.3g}",
             f"clip of pi / mu: {clipped}",
-            f"token_mult_prob_error: {ratio_in_line(self.token_mult_prob_error)} "
+            f"token_mult_prob_error: {ratio_in_line(x.token_mult_prob_error)} "
             "(the mean of exp |log ratio|)",
-            f"probabilities: differ by {self.probs_diff_mean:.2g} (mean) and "
-            f"{self.probs_diff_max:.2g} (largest), Pearson correlation "
-            f"{self.probs_correlation:.4f}",
-            f"log-probabilities: differ by {self.logp_diff_mean:.2g} (mean) and "
-            f"{self.logp_diff_max:.2g} (largest, at {list(self.farthest)})",
-            caps_line(self.stacks),
+            f"probabilities: differ by {x.probs_diff_mean:.2g} (mean) and "
+            f"{x.probs_diff_max:.2g} (largest), Pearson correlation "
+            f"{x.probs_correlation:.4f}",
+            f"log-probabilities: differ by {x.logp_diff_mean:.2g} (mean) and "
+            f"{x.logp_diff_max:.2g} (largest, at {list(x.farthest)})",
         ]
 
     def stack_table(self) -> str:
@@ -299,6 +244,7 @@ class MismatchReport(NamedTuple):
         NaN and infinity become null.
         """
         fields = self._asdict()
+        fields["numbers"] = vars(self.numbers)
         for name in ("symptoms", "stacks"):
             fields[name] = [row._asdict() for row in fields[name]]
         # NaN and infinity are names in Python's JSON.
@@ -338,7 +284,7 @@ def mismatch(
         >>> report = mismatch(actor_logp.bfloat16(), actor_logp)
         >>> report.verdict
         'rounding'
-        >>> report.horizon > 100
+        >>> report.numbers.horizon > 100
         True
 
     `learner_logp`, `actor_logp`  log-probabilities of the same tokens, which the actor sampled, of
@@ -391,7 +337,7 @@ def mismatch(
     probability = probability_of(rest, symptoms)
     verdict, causes = judge(rest, symptoms, probability)
     numbers = numbers_of(gap, float(clip))
-    notes = notes_on(gap, numbers["token_mult_prob_error"], "mask" in arrays, fillers is not None)
+    notes = notes_on(gap, numbers.token_mult_prob_error, "mask" in arrays, fillers is not None)
     if fillers:
         says = f"{verdict}, of {max(bits_of(rest), 0):.1f} bits" if symptoms else verdict
         notes.append(f"note: without these tokens, {rest.mask.sum():,} are left: {says}")
@@ -406,16 +352,50 @@ def mismatch(
         causes=tuple(causes),
         symptoms=tuple(symptoms),
         precision=precision or "",
+        numbers=numbers,
+        stacks=tuple(StackShare.of(*rule, gap) for rule in RULES),
         notes=tuple(notes),
-        **numbers,
     )
 
 
 # The numbers of the report
 
 
-def numbers_of(gap: Gap, clip: float) -> dict:
-    """The fields of the report that are numbers."""
+def numbers_of(gap: Gap, clip: float) -> SimpleNamespace:
+    """The numbers of a report.
+
+    `bits`                  bits of mantissa to which everything would have to be rounded to make
+                            such a gap: an estimate
+    `sequences`, `tokens`   number of sequences and tokens that count
+    `mean_length`           mean number of tokens in a sequence
+    `token_sample_size`     Kish's effective sample size of the tokens' ratios, as a share
+    `sequence_sample_size`  the same for the ratios of whole sequences; NaN for a single sequence
+    `horizon`, `horizon_low`, `horizon_high`, `token_horizon`
+                            H in tokens, its 95% interval, and what it would be of independent
+                            tokens
+    `horizons`              the mean length of sequences in horizons
+    `kl_k1`, `kl_k3`        two estimates of KL(mu || pi) per token, in nats
+    `mean_ratio`            mean of the tokens' ratios
+    `mean_ratio_error`      standard error of the mean ratio over sequences
+    `smallest_ratio`, `largest_ratio`
+                            extremes of the tokens' ratios; log ratios are limited to 300 in all
+                            numbers, so no ratio is above 2e130
+    `farthest`              sequence and position of the token whose log ratio is largest in size
+    `clip`                  PPO's clip
+    `clipped_above`         share of the tokens of positive advantage whose ratio is above 1 + clip;
+                            without advantages, share of all tokens
+    `clipped_below`         share of the tokens of negative advantage whose ratio is below 1 - clip;
+                            without advantages, share of all tokens
+    `clipped`               share of all tokens that PPO's clip drops; NaN without advantages
+    `token_mult_prob_error`
+                            mean of exp(|log ratio|), which NeMo-RL logs
+    `probs_diff_mean`, `probs_diff_max`
+                            absolute difference of the probabilities, which verl logs
+    `probs_correlation`     Pearson's correlation of the probabilities, which verl logs; 0 if they
+                            do not vary
+    `logp_diff_mean`, `logp_diff_max`
+                            absolute difference of the log-probabilities, which TRL logs
+    """
     learner_probs = np.exp(gap.flat.learner)
     actor_probs = np.exp(gap.flat.actor)
     log_ratio = gap.flat.log_ratio
@@ -425,34 +405,33 @@ def numbers_of(gap: Gap, clip: float) -> dict:
     mean_length = float(gap.mask.sum(1)[is_used].mean())
     horizons = horizons_of(Aligned.of(gap))
     probs_difference = np.abs(learner_probs - actor_probs)
-    return {
-        "bits": bits_of(gap),
-        "sequences": gap.sequences,
-        "tokens": len(log_ratio),
-        "mean_length": mean_length,
-        "token_sample_size": kish(np.exp(log_ratio - log_ratio.max())),
-        "sequence_sample_size": (
+    return SimpleNamespace(
+        bits=bits_of(gap),
+        sequences=gap.sequences,
+        tokens=len(log_ratio),
+        mean_length=mean_length,
+        token_sample_size=kish(np.exp(log_ratio - log_ratio.max())),
+        sequence_sample_size=(
             kish(np.exp(by_sequence - by_sequence.max())) if gap.sequences > 1 else math.nan
         ),
         **horizons,
-        "horizons": mean_length / horizons["horizon"],
-        "kl_k1": float(-log_ratio.mean()),
-        "kl_k3": float((excess - log_ratio).mean()),
-        "mean_ratio": 1 + float(excess.mean()),
-        "mean_ratio_error": standard_error(gap.excess, gap.mask),
-        "smallest_ratio": 1 + float(excess.min()),
-        "largest_ratio": 1 + float(excess.max()),
-        "farthest": gap.farthest,
-        "clip": clip,
+        horizons=mean_length / horizons["horizon"],
+        kl_k1=float(-log_ratio.mean()),
+        kl_k3=float((excess - log_ratio).mean()),
+        mean_ratio=1 + float(excess.mean()),
+        mean_ratio_error=standard_error(gap.excess, gap.mask),
+        smallest_ratio=1 + float(excess.min()),
+        largest_ratio=1 + float(excess.max()),
+        farthest=gap.farthest,
+        clip=clip,
         **clipped_shares(gap, clip),
-        "token_mult_prob_error": float(np.exp(np.minimum(np.abs(log_ratio), LARGEST)).mean()),
-        "probs_diff_mean": float(probs_difference.mean()),
-        "probs_diff_max": float(probs_difference.max()),
-        "probs_correlation": correlation(learner_probs, actor_probs),
-        "logp_diff_mean": float(np.abs(log_ratio).mean()),
-        "logp_diff_max": float(np.abs(log_ratio).max()),
-        "stacks": tuple(StackShare.of(*rule, gap) for rule in RULES),
-    }
+        token_mult_prob_error=float(np.exp(np.minimum(np.abs(log_ratio), LARGEST)).mean()),
+        probs_diff_mean=float(probs_difference.mean()),
+        probs_diff_max=float(probs_difference.max()),
+        probs_correlation=correlation(learner_probs, actor_probs),
+        logp_diff_mean=float(np.abs(log_ratio).mean()),
+        logp_diff_max=float(np.abs(log_ratio).max()),
+    )
 
 
 def clipped_shares(gap: Gap, clip: float) -> dict[str, float]:
@@ -546,12 +525,18 @@ def evidence_of(gap: Gap, symptoms: list[Seen]) -> dict[str, float]:
     `explained`  share of the squared gap that the first symptom explains, if it is seen
     """
     k3 = float((gap.flat.excess - gap.flat.log_ratio).mean())
+    bits = float(np.log2(0.55 * max(gap.flat.actor.std(), LEAST_SPREAD) / max(gap.rms, TINY)))
+    claims = [symptom for symptom in symptoms if symptom.kind == "precision"]
+    if claims and not any(claim.is_seen for claim in claims):
+        # The claim explains the gap, which then counts as one of bfloat16
+        k3 = min(k3, 1e-4)
+        bits = max(bits, 6.0)
     strongest = max(symptom.excess for symptom in symptoms)
     first = symptoms[0]
     return {
         "one": 1.0,
         "k3": float(np.clip(np.log10(max(k3, TINY)) + 8, 0, 9)),
-        "bits": float(np.clip(bits_of(gap), -3, 12)),
+        "bits": float(np.clip(bits, -3, 12)),
         "exact": float((gap.flat.log_ratio == 0).mean()),
         "symptom": float(np.clip(np.log2(max(strongest, TINY)), -2, 2)),
         "seen": float(first.is_seen),

@@ -315,7 +315,7 @@ class Aligned(Gap):
 
 def symptoms_of(gap: Gap, precision: str | None = None, sound: Aligned | None = None) -> list[Seen]:
     """All symptoms that a dump is large enough for: first those that are seen, and of these first
-    what explains most.
+    what explains most. Of shares that are alike within a tenth, the order is the table's.
 
     A heavy tail is wherever the gap is large. So only what it explains beyond others counts.
     """
@@ -327,7 +327,7 @@ def symptoms_of(gap: Gap, precision: str | None = None, sound: Aligned | None = 
 
     def rank(x: Seen) -> tuple[bool, float]:
         beside = max(others, default=0.0) if x.kind == "heavy tail" else 0.0
-        return not x.is_seen, beside - np.nan_to_num(x.share)
+        return not x.is_seen, -round(10 * (np.nan_to_num(x.share) - beside))
 
     return sorted(measured, key=rank)
 
@@ -455,8 +455,9 @@ def reordered(gap: Aligned) -> dict | None:
             distance += mask[pieces] @ np.square(actor[pieces]).T
             distance -= 2 * learner[pieces] @ actor[pieces].T
             distance[common < PIECE / 2] = np.inf
-            left = (distance / np.maximum(common, 1)).min(1) * count[pieces]
-            is_moved[pieces] |= is_unlike[pieces] & (left < 0.1 * square[pieces])
+            left = (distance / np.maximum(common, 1)).min(1)
+            fits = left < 0.1 * square[pieces] / np.maximum(count[pieces], 1)
+            is_moved[pieces] |= is_unlike[pieces] & fits
     moved = is_moved.any(1)
     share = own[moved].sum() / max(own.sum(), TINY**2)
     return {"value": share, "share": share, "moved": moved.sum()}
