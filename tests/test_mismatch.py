@@ -118,7 +118,7 @@ def test_the_horizon_is_exact_for_tiny_gaps_and_infinite_for_none():
     with np.errstate(all="raise", under="ignore"):
         same = mismatch(logp, logp)
     assert (same.verdict, same.numbers.horizon, same.numbers.horizons) == ("exact", math.inf, 0)
-    assert str(same).startswith("exact: ") and json.loads(same.to_json())["horizon"] is None
+    assert str(same).startswith("exact: ") and json.loads(same.to_json())["numbers"]["horizon"] is None
 
 
 @pytest.mark.parametrize("log_ratio", [-95.0, 45.0, 89.0, 5000.0])
@@ -236,13 +236,13 @@ EVEN = np.full((32, 100), -1.0)
 CERTAIN = np.where(np.random.default_rng(0).random((64, 200)) < 0.6, 0.0, policy_logp(64, 200))
 # By what is done: a dump, the kinds of bugs that are named or a verdict, and words of the report
 VERDICTS = {
-    "5 bits": (lambda: where(True, 0.1), "rounding", "about 3."),
+    "5 bits": (lambda: where(True, 0.1), "rounding or bug", "about 3."),
     "4 bits": (
         lambda: where(True, 0.2),
         "rounding or bug",
-        "--precision bf16, and give advantages",
+        "--precision bf16, and advantages",
     ),
-    "half a bit": (lambda: sampled(noise=0.6), ["other"], "in use leave more than 0.8"),
+    "half a bit": (lambda: sampled(noise=0.6), "rounding or bug", "about 0."),
     "rolled by one": (lambda: planted("shift"), ["shift"], "the token 1 before it"),
     "other labels": (lambda: (policy_logp(128, seed=5) - 2.5, policy_logp(128)), ["shift"], "e^2."),
     "other rows": (lambda: (noisy(policy_logp())[::-1], policy_logp()), ["order"], "64 sequences"),
@@ -285,7 +285,7 @@ VERDICTS = {
     "another policy": (
         lambda: (policy_logp(128, seed=5), policy_logp(128)),
         ["other"],
-        "correlate",
+        "nothing says why",
     ),
     "learned": (pushed, ["stale"], "favours what turned out well"),
     "learned the contrary": (lambda: pushed(-1.0), "rounding", ""),
@@ -313,8 +313,8 @@ VERDICTS = {
         ["last token"],
         "at the last token of sequences; the largest",
     ),
-    "a weak line": (lambda: weak_line(False), ["truncation"], ""),
-    "a weak line that rises": (lambda: weak_line(True), ["mean ratio"], "the mean ratio is"),
+    "a weak line": (lambda: weak_line(False), ["truncation", "temperature"], ""),
+    "a weak line that rises": (lambda: weak_line(True), ["mean ratio", "temperature"], "the mean ratio is"),
     "higher": (lambda: biased(0.012), ["mean ratio"], "give at most 1"),
     "far higher": (lambda: biased(0.5, 16, 50), ["mean ratio"], ""),
     "not higher": (lambda: biased(0.0, 16, 50), "rounding", ""),
@@ -335,6 +335,7 @@ VERDICTS = {
     )
     for bug in noise_dumps.BUGS
 }
+VERDICTS["repetition"] = (VERDICTS["repetition"][0], ["repetition", "trend"], "")
 
 
 @pytest.mark.parametrize(("make", "expected", "words"), VERDICTS.values(), ids=VERDICTS)
@@ -380,7 +381,7 @@ def test_fillers_are_found_and_located(tokens, has_mask, words, whose, constant)
     says = report.headline()[1]
     assert report.kind == "filler" and words in says
     assert f"the {whose}'s log-probabilities are exactly {constant:g}" in says
-    assert "they look like rounding to" in report.notes[-1]
+    assert "are left: rounding, of " in report.notes[-1]
     assert any("Give a mask" in note for note in report.notes) != has_mask
 
 

@@ -323,7 +323,7 @@ def symptoms_of(gap: Gap, precision: str | None = None, sound: Aligned | None = 
         return []
     aligned = Aligned.of(gap, precision, sound)
     measured = [x for x in (measure(name, aligned) for name in SYMPTOMS) if x is not None]
-    others = [x.share for x in measured if x.is_seen and x.kind != "heavy tail"]
+    others = [x.share for x in measured if x.is_seen and x.kind != "heavy tail" and x.share > 0]
 
     def rank(x: Seen) -> tuple[bool, float]:
         beside = max(others, default=0.0) if x.kind == "heavy tail" else 0.0
