@@ -506,7 +506,7 @@ def matrices(model: nn.Module) -> list[Tensor]:
 
 
 def by_torchao(name: str) -> Callable[[nn.Module], None]:
-    """Quantizes weights with torchao, by the name of one of its configs."""
+    """Quantizes weights with torchao, by the name of one of its configs, but not those of experts."""
 
     def quantize(model: nn.Module) -> None:
         from torchao import quantization
@@ -562,7 +562,27 @@ def with_rounded_cache(round_to: Callable[[Tensor], Tensor]) -> Callable[[nn.Mod
     return quantize
 
 
+def invariant(dtype: torch.dtype) -> Callable[[nn.Module], None]:
+    """Rounds weights and what modules return, and computes in float32 between.
+
+    Sums of another order then differ in few tokens, as in kernels that do not depend on the batch.
+    """
+
+    def rounded_output(module: nn.Module, inputs, output):
+        return output.to(dtype).float() if isinstance(output, Tensor) else output
+
+    def quantize(model: nn.Module) -> None:
+        to_dtype(model, dtype)
+        to_dtype(model, torch.float32)
+        for module in model.modules():
+            module.register_forward_hook(rounded_output)
+
+    return quantize
+
+
 QUANTIZERS = {
+    "invariant bf16": invariant(torch.bfloat16),
+    "invariant fp16": invariant(torch.float16),
     "int8 weights": by_torchao("Int8WeightOnlyConfig"),
     "int8 weights and activations": by_torchao("Int8DynamicActivationInt8WeightConfig"),
     "fp8 weights": by_torchao("Float8WeightOnlyConfig"),
@@ -1049,7 +1069,8 @@ def appended_end(arrays: Arrays, rollout: Rollout) -> Arrays:
 
 
 def both(form: str, words: str = "", **options) -> Recipe:
-    return Recipe(f"{form} in both{words}", actor=form, learner=form, claims=form, **options)
+    claims = form.split()[-1]
+    return Recipe(f"{form} in both{words}", actor=form, learner=form, claims=claims, **options)
 
 
 def quanto_cache(bits: int) -> dict:
@@ -1063,6 +1084,7 @@ GEMMA = ("gemma2",)
 FEW = {"prompting": {"count": 6, "copies": 4}}
 LONG = {"sampling": {"max_new_tokens": 256, "ends": False}}
 UNPADDED = {"prompting": {"count": 16, "copies": 4, "is_padded": False}}
+READ_IN_PIECES = {"sampling": {"prefill_chunk_size": 8}}
 MANY = {"prompting": {"count": 32, "copies": 8}}
 SOUND = [
     *[Recipe("bf16 actor")] * 2,
@@ -1104,10 +1126,7 @@ SOUND = [
     *[both(form, ", packed", change_inputs=packed) for form in DTYPES],
     both("bf16", ", packed, no padding", change_inputs=packed, **UNPADDED),
     Recipe("bf16 actor, packed learner", change_inputs=packed),
-    *[
-        both(form, ", prompts read in pieces of 8", sampling={"prefill_chunk_size": 8})
-        for form in ("fp32", "bf16")
-    ],
+    *[both(form, ", prompts read in pieces of 8", **READ_IN_PIECES) for form in ("fp32", "bf16")],
     *[both(form, ", 24 sequences", **FEW) for form in ("bf16", "fp16")],
     Recipe("bf16 actor, 24 sequences", **FEW),
     Recipe("bf16 actor, autocast learner, 24 sequences", learner="autocast", **FEW),
@@ -1127,6 +1146,21 @@ SOUND = [
         change_learner=routed_in(torch.float32),
         models=MOE,
     ),
+    *[
+        both(form, words, **options)
+        for form in ("invariant bf16", "invariant fp16")
+        for words, options in (
+            ("", {}),
+            (", no padding", UNPADDED),
+            (", packed", {"change_inputs": packed}),
+            (", 256 tokens", LONG),
+            (", actor in batches of 8", {"sampling": {"batch": 8}}),
+            (", learner in batches of 1", {"scoring": {"batch": 1}}),
+            (", prompts read in pieces of 8", READ_IN_PIECES),
+            (", 24 sequences", FEW),
+            (", 32 tokens", {"sampling": {"max_new_tokens": 32}}),
+        )
+    ],
 ]
 
 
@@ -1471,7 +1505,7 @@ def judged(path: Path, bits: dict[str, float]) -> Judged:
         reports[REPORTS[2]] = mismatch(**arrays, precision=least)
     gap = (arrays["learner_logp"] - arrays["actor_logp"]).astype(np.float64)
     squares = np.square(gap[arrays.get("mask", np.ones(gap.shape, bool))])
-    is_16_bit = str(dump["actor"]) == str(dump["learner"]) in ("bf16", "fp16")
+    is_16_bit = dump["actor"] == dump["learner"] and claimed in ("bf16", "fp16")
     return Judged(str(dump["what"]), kinds, is_16_bit, reports, float(np.sqrt(squares.mean())))
 
 
