@@ -202,6 +202,7 @@ def three_dumps(module, patch) -> None:
     folder = Path("decoder/dumps")
     folder.mkdir(parents=True)
     about = {"parameters": 1, "seed": 1, "steps": 1, "seconds": 1.0, "loss": 1.0, "versions": {}}
+    about |= {"model": "llama", "text": "code"}
     (folder.parent / "about.json").write_text(json.dumps(about))
     shape = noise_dumps.DumpShape(32, 32, True)
     for i, dump in enumerate(
