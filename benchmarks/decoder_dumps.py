@@ -8,22 +8,22 @@ of the same tokens. Some dumps are sound, and in each of the others one bug is p
     python benchmarks/decoder_dumps.py train DIR --seed 1007    # 5 minutes, into a folder
     python benchmarks/decoder_dumps.py train DIR --seed 1008 --model qwen3-moe --text prose
     python benchmarks/decoder_dumps.py make DIR                 # its dumps, some minutes
-    python benchmarks/decoder_dumps.py judge DIR benchmarks/results/decoder_dumps.md
+    python benchmarks/decoder_dumps.py judge DIR DIR --out benchmarks/results/decoder_dumps.md
+    python benchmarks/decoder_dumps.py fit DIR DIR --out benchmarks/results/dumps_fit.csv
 
-`judge` needs no other package, `train` and `make` do. `make` leaves the dumps alone that are there.
+`train` and `make` need other packages. `make` leaves the dumps alone that are there.
 
     pip install transformers==5.23.0 torchao==0.18.0 optimum-quanto==0.2.7
 
-Seeds below 1000 are for choosing limits, and those from 1000 for the table.
+Seeds below 1000 are for choosing limits and for `fit`, and those from 1000 for the tables.
 
 The report is judged three times: without more, with the precision that both programs claim, and
-with the bits of a sound dump. The third is what a user can do who saves a dump when the weights are
-surely the same.
+with a sound dump of the same two programs. The third is what a user can do who saves a dump when
+the weights are surely the same.
 
 Beside the report stand simple rules, which call a dump a bug if one number exceeds one limit: k3,
 the root mean square of log ratios, or token_mult_prob_error, above 1.05 of which NeMo-RL warns. The
-limits of the first two are the best ones for the dumps of the table, which is more than a rule can
-know.
+other limits are the best ones for the dumps of the table, which is more than a rule can know.
 """
 
 import argparse
@@ -45,11 +45,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from results import table_of, write_tables
+from results import Journal, table_of, write_tables
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fp8rl.dumps import MismatchReport, mismatch
+from fp8rl.dumps import MismatchReport, evidence_of, mismatch
+from fp8rl.dumps.dump import gap_of
+from fp8rl.dumps.symptoms import symptoms_of, without_fillers
 
 PAD, END, BEGIN = range(3)
 VOCABULARY = {"code": 512, "prose": 768}
@@ -1453,13 +1455,10 @@ def make(folder: Path, repeats: int) -> None:
 
 UNDECIDED = "rounding or bug"
 UNEVEN = 0.5  # sample size of sequences below which a bug that is not seen does harm
-MARGIN = 1.0  # bits by which a dump may fall below a sound one of the same programs
 ARRAYS = "learner_logp", "actor_logp", "mask", "tokens", "advantages"
-REPORTS = (
-    "the report",
-    "the report with a precision",
-    f"the report with the bits of a sound dump, less {MARGIN:g}",
-)
+# What is given beside the log-probabilities
+GIVEN = ("all arrays", "no advantages", "no tokens", "neither")
+REPORTS = ("the report", "the report with a precision", "the report with a sound dump")
 
 
 class Judged(NamedTuple):
@@ -1467,7 +1466,8 @@ class Judged(NamedTuple):
 
     `kinds`      the kinds of bug of which one should be named; empty if the dump is sound
     `is_16_bit`  whether both programs compute in the same format with 16 bits
-    `reports`    by REPORTS. The second and third are the first where no precision is claimed.
+    `reports`    by REPORTS. The others are the first where no precision is claimed, or where there
+                 is no sound dump of the same programs.
     `rms`        the root mean square of the log ratios
     """
 
@@ -1487,26 +1487,33 @@ class Judged(NamedTuple):
         return said.kind in self.kinds if self.kinds else said.verdict != "bug"
 
 
-def judged(path: Path, bits: dict[str, float]) -> Judged:
-    """`bits` are those of the first sound dump, by the precision that it claims. If this dump is the
-    first, its own are added."""
+def judged(path: Path, sound: dict[tuple, dict], given: str) -> Judged:
+    """`sound` has the first sound dump, by what both programs compute in. If this dump is the first,
+    it is added."""
     with np.load(path) as file:
         dump = dict(file)
-    arrays = {name: dump[name] for name in ARRAYS if name in dump}
-    report = mismatch(**arrays)
+    left_out = {"all arrays": "", "neither": "tokens advantages"}.get(given, given[3:])
+    arrays = {name: dump[name] for name in ARRAYS if name in dump and name not in left_out}
     kinds = tuple(str(kind) for kind in dump["truth"] if kind != "sound")
-    claimed = str(dump["claims"])
-    if not kinds:
-        bits.setdefault(claimed, report.bits)
+    claimed, *programs = (str(dump[name]) for name in ("claims", "actor", "learner"))
+    report = mismatch(**arrays)
     reports = dict.fromkeys(REPORTS, report)
     if claimed:
-        least = bits[claimed] - MARGIN if claimed in bits else None
         reports[REPORTS[1]] = mismatch(**arrays, precision=claimed)
-        reports[REPORTS[2]] = mismatch(**arrays, precision=least)
+    if tuple(programs) in sound:
+        reports[REPORTS[2]] = mismatch(**arrays, sound=sound[tuple(programs)])
+    elif not kinds:
+        sound[tuple(programs)] = arrays
     gap = (arrays["learner_logp"] - arrays["actor_logp"]).astype(np.float64)
     squares = np.square(gap[arrays.get("mask", np.ones(gap.shape, bool))])
-    is_16_bit = dump["actor"] == dump["learner"] and claimed in ("bf16", "fp16")
-    return Judged(str(dump["what"]), kinds, is_16_bit, reports, float(np.sqrt(squares.mean())))
+    is_16_bit = programs[0] == programs[1] and claimed in ("bf16", "fp16")
+    rms = float(np.sqrt(np.nanmean(squares)))
+    return Judged(str(dump["what"]), kinds, is_16_bit, reports, rms)
+
+
+def folder_judged(folder: Path, given: str = GIVEN[0]) -> list[Judged]:
+    sound = {}
+    return [judged(path, sound, given) for path in sorted((folder / "dumps").glob("*.npz"))]
 
 
 def verdict_of(report: MismatchReport) -> str:
@@ -1527,31 +1534,36 @@ def best_limit(dumps: list[Judged], numbers: list[float]) -> float:
     return float(limits[int(np.argmax(gains))])
 
 
-def summary(dumps: list[Judged]) -> str:
-    """A line for each way to judge."""
-    k3 = [x.report.kl_k3 for x in dumps]
-    rms = [x.rms for x in dumps]
-    of_nemo = [x.report.token_mult_prob_error for x in dumps]
+def rules_of(dumps: list[Judged]) -> dict[str, list[str]]:
+    """What each way to judge says of each dump."""
     verdicts = {name: [x.reports[name].verdict for x in dumps] for name in REPORTS}
+    k3 = [x.report.numbers.kl_k3 for x in dumps]
+    rms = [x.rms for x in dumps]
+    of_nemo = [x.report.numbers.token_mult_prob_error for x in dumps]
     for name, numbers, limit, words in (
-        ("k3", k3, best_limit(dumps, k3), ""),
-        ("root mean square", rms, best_limit(dumps, rms), ""),
+        ("k3", k3, best_limit(dumps, k3), ", the best limit"),
+        ("root mean square", rms, best_limit(dumps, rms), ", the best limit"),
         ("token_mult_prob_error", of_nemo, 1.05, " (NeMo-RL)"),
+        ("token_mult_prob_error", of_nemo, best_limit(dumps, of_nemo), ", the best limit"),
     ):
         rule = f"{name} above {limit:.3g}{words}"
         verdicts[rule] = ["bug" if number > limit else "rounding" for number in numbers]
-    verdicts["always rounding"] = ["rounding"] * len(dumps)
+    return verdicts | {"always rounding": ["rounding"] * len(dumps)}
+
+
+def summary(dumps: list[Judged]) -> str:
+    """A line for each way to judge."""
     is_bug = [bool(x.kinds) for x in dumps]
     is_sound = [not x for x in is_bug]
     in_16_bits = [not x.kinds and x.is_16_bit for x in dumps]
-    uneven = [x.kinds and x.report.sequence_sample_size < UNEVEN for x in dumps]
+    uneven = [x.kinds and x.report.numbers.sequence_sample_size < UNEVEN for x in dumps]
 
     def count(said: list[str], verdict: str, among: list[bool]) -> str:
         chosen = [word for word, is_in in zip(said, among, strict=True) if is_in]
         return f"{chosen.count(verdict)} of {len(chosen)}"
 
     rows = []
-    for name, said in verdicts.items():
+    for name, said in rules_of(dumps).items():
         right = undecided_bug = undecided_sound = "-"
         if name in REPORTS:  # the simple rules name no kind, and are never undecided
             right = f"{sum(x.is_right(name) for x in dumps if x.kinds)} of {sum(is_bug)}"
@@ -1581,12 +1593,23 @@ def summary(dumps: list[Judged]) -> str:
     return table_of(head, rows)
 
 
-RIGHT = {
-    (True, True): "yes",
-    (False, True): "with a precision",
-    (True, False): "without a precision",
-    (False, False): "no",
-}
+def table_of_given(folder: Path) -> str:
+    """What the report says with fewer arrays, and how many dumps more arrays make it judge worse."""
+    by_given = {given: folder_judged(folder, given) for given in GIVEN}
+    order = ("not judged", "exact", "rounding", UNDECIDED, "bug")
+
+    def how_right(dump: Judged) -> int:
+        place = order.index(dump.report.verdict)
+        return place if dump.kinds else -place
+
+    rows = []
+    for given, dumps in by_given.items():
+        pairs = zip(dumps, by_given[GIVEN[0]], strict=True)
+        worse = sum(how_right(fewer) > how_right(every) for fewer, every in pairs)
+        called = [x for x in dumps if x.report.verdict == "bug"]
+        bugs = sum(bool(x.kinds) for x in called)
+        rows.append([given, str(bugs), str(len(called) - bugs), str(worse)])
+    return table_of(("given", "bugs called a bug", "sound, called a bug", "judged better"), rows)
 
 
 def table_of_dumps(dumps: list[Judged]) -> str:
@@ -1595,8 +1618,8 @@ def table_of_dumps(dumps: list[Judged]) -> str:
         "what is done",
         "truth",
         "right",
-        "the report",
-        "with a precision",
+        "probability of a bug",
+        *REPORTS,
         "bits",
         "sample size of sequences",
         "k3",
@@ -1606,40 +1629,80 @@ def table_of_dumps(dumps: list[Judged]) -> str:
         [
             x.what,
             ", ".join(x.kinds) or "sound",
-            RIGHT[x.is_right(REPORTS[0]), x.is_right(REPORTS[1])],
-            verdict_of(x.report),
-            verdict_of(x.reports[REPORTS[1]]),
-            f"{x.report.bits:.1f}",
-            f"{x.report.sequence_sample_size:.2f}",
-            f"{x.report.kl_k3:.2g}",
-            f"{x.report.token_mult_prob_error:.3g}",
+            "yes" if x.is_right(REPORTS[0]) else "no",
+            f"{x.report.probability:.2f}",
+            *(verdict_of(x.reports[name]) for name in REPORTS),
+            f"{x.report.numbers.bits:.1f}",
+            f"{x.report.numbers.sequence_sample_size:.2f}",
+            f"{x.report.numbers.kl_k3:.2g}",
+            f"{x.report.numbers.token_mult_prob_error:.3g}",
         ]
         for x in sorted(dumps, key=lambda x: bool(x.kinds))
     ]
     return table_of(head, rows)
 
 
-def judge(folder: Path, out: Path) -> None:
-    """Writes the table of all dumps in a folder, and beside it that of the rules alone."""
-    bits = {}
-    dumps = [judged(path, bits) for path in sorted((folder / "dumps").glob("*.npz"))]
-    about = json.loads((folder / "about.json").read_text())
+def words_on(folder: Path) -> str:
+    """The decoder of a folder, in words."""
+    about = {"model": "llama", "text": "code"} | json.loads((folder / "about.json").read_text())
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    model = textwrap.fill(
-        f"A {about['model']} of {about['parameters']:,} parameters, trained on {about['text']} from seed {about['seed']} in "
-        f"{about['steps']} steps ({about['seconds']:.0f} seconds) to a loss of {about['loss']:.2f} "
-        f"nats a token on documents that it has not seen. {versions}.",
+    return textwrap.fill(
+        f"A {about['model']} of {about['parameters']:,} parameters, trained on {about['text']} "
+        f"from seed {about['seed']} in {about['steps']} steps ({about['seconds']:.0f} seconds) to a "
+        f"loss of {about['loss']:.2f} nats a token on documents that it has not seen. {versions}.",
         width=140,
     )
-    rules = summary(dumps)
-    write_tables(out, rules, table_of_dumps(dumps), model, short=f"{rules}\n\n{model}")
+
+
+def judge(folders: list[Path], out: Path) -> None:
+    """Writes the tables of all dumps in each folder, and beside them those of the rules alone."""
+    short = []
+    tables = []
+    for folder in folders:
+        dumps = folder_judged(folder)
+        short += [words_on(folder), summary(dumps)]
+        tables += [words_on(folder), summary(dumps), table_of_given(folder), table_of_dumps(dumps)]
+    write_tables(out, *tables, short="\n\n".join(short))
+
+
+def fit(folders: list[Path], out: Path) -> None:
+    """Fits how likely a gap is a bug, and writes what it was fitted to.
+
+    Logistic regression in `evidence_of`, in which bugs and sound dumps weigh the same, by Newton's
+    method with a small penalty. Each dump counts with all arrays and without tokens and advantages.
+    """
+    rows = []
+    for folder in folders:
+        for path in sorted((folder / "dumps").glob("*.npz")):
+            with np.load(path) as file:
+                dump = dict(file)
+            for left_out in ((), ("tokens", "advantages")):
+                arrays = {x: dump[x] for x in ARRAYS if x in dump and x not in left_out}
+                gap, fillers = without_fillers(gap_of(**arrays))
+                symptoms = symptoms_of(gap)
+                if fillers is None and symptoms:
+                    is_bug = float(str(dump["truth"][0]) != "sound")
+                    rows.append({"is_bug": is_bug, **evidence_of(gap, symptoms)})
+    y = np.array([row["is_bug"] for row in rows])
+    x = np.array([[value for name, value in row.items() if name != "is_bug"] for row in rows])
+    weight = np.where(y == 1, 0.5 / y.mean(), 0.5 / (1 - y.mean()))
+    penalty = np.diag([0.0] + [1.0] * (x.shape[1] - 1))
+    fitted = np.zeros(x.shape[1])
+    for _ in range(50):
+        probability = 1 / (1 + np.exp(-x @ fitted))
+        slope = x.T @ (weight * (y - probability)) - penalty @ fitted
+        bend = (x * (weight * probability * (1 - probability))[:, None]).T @ x + penalty
+        fitted = fitted + np.linalg.solve(bend, slope)
+    Journal(out, list(rows[0])).add(*rows)
+    for name, value in zip([name for name in rows[0] if name != "is_bug"], fitted, strict=True):
+        print(f'    "{name}": {value:.3f},')
 
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("command", choices=("train", "make", "judge"))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("out", type=Path, nargs="?", help="the table of judge")
+    parser.add_argument("command", choices=("train", "make", "judge", "fit"))
+    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, help="the tables of judge, or the rows of fit")
     parser.add_argument("--seed", type=int, default=1007)
     parser.add_argument("--seconds", type=float, default=300, help="of training")
     parser.add_argument("--model", choices=tuple(MODELS), default="llama")
@@ -1647,12 +1710,15 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=1, help="of each dump of make")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
+    folder = options.folders[0]
     if options.command == "train":
-        train(options.folder, options.seed, options.seconds, options.model, options.text)
+        train(folder, options.seed, options.seconds, options.model, options.text)
     elif options.command == "make":
-        make(options.folder, options.repeats)
+        make(folder, options.repeats)
+    elif options.command == "fit":
+        fit(options.folders, options.out)
     else:
-        judge(options.folder, options.out)
+        judge(options.folders, options.out)
 
 
 if __name__ == "__main__":
