@@ -197,15 +197,20 @@ class Aligned(Gap):
         edges = np.quantile(self.flat.actor, np.linspace(0, 1, bins + 1)[1:-1])
         return np.searchsorted(edges, self.actor).astype(np.int32)
 
-    def mean_of_bin(self, values: np.ndarray) -> np.ndarray:
-        """For each token, the mean of `values` over the tokens of its bin, [S, T]."""
-        bins = self.bins[self.mask]
-        total = np.bincount(bins, values[self.mask], minlength=32)
+    def mean_of_bin(self, values: np.ndarray, among: np.ndarray) -> np.ndarray:
+        """For each token, the mean of `values` over the tokens `among` in its bin, [S, T]."""
+        bins = self.bins[among]
+        total = np.bincount(bins, values[among], minlength=32)
         return (total / np.maximum(np.bincount(bins, minlength=32), 1))[self.bins]
 
     def without_bins(self, values: np.ndarray) -> np.ndarray:
         """`values` less the mean of their bins, [S, T]; 0 where there is no token."""
-        return np.where(self.mask, values - self.mean_of_bin(values), 0.0)
+        return np.where(self.mask, values - self.mean_of_bin(values, self.mask), 0.0)
+
+    @functools.cached_property
+    def is_different(self) -> np.ndarray:
+        """The tokens of which the programs do not say exactly the same, [S, T]."""
+        return self.mask & (self.log_ratio != 0)
 
     @functools.cached_property
     def size(self) -> np.ndarray:
@@ -218,14 +223,20 @@ class Aligned(Gap):
     def typical(self) -> np.ndarray:
         """|d| that is typical of the token's log-probability, [S, T]."""
         # The mean of roots: a few huge log ratios change it little.
-        return np.square(self.mean_of_bin(np.sqrt(self.size)))
+        return np.square(self.mean_of_bin(np.sqrt(self.size), self.is_different))
 
     @functools.cached_property
     def scores(self) -> np.ndarray:
-        """log(0.3 + |d| / typical), [S, T]; 0 where there is no token."""
+        """log(0.3 + |d| / typical), [S, T]; 0 where there is no token.
+
+        Tokens of which both programs say exactly the same have the mean of the others. If both
+        compute in the same 16 bits, some sequences are equal up to a token, and differ from there
+        on as rounding does. So only the size of differences is compared.
+        """
         # Below 0.3, it does not matter how small a log ratio is.
         scores = np.log(0.3 + self.size / np.maximum(self.typical, TINY))
-        return np.where(self.mask, scores, 0.0)
+        mean = scores[self.is_different].mean()
+        return np.where(self.mask, np.where(self.is_different, scores, mean), 0.0)
 
     @functools.cached_property
     def centred(self) -> np.ndarray:
@@ -903,7 +914,7 @@ SYMPTOMS = {
     "a heavy tail": Symptom(
         "heavy tail",
         "fixed",
-        5.0,  # root mean square over typical size
+        10.0,  # root mean square over typical size
         heavy_tail,
         "{part:.0%} of the squared gap is at {fewest:,} of {tokens:,} tokens, {where}; the largest "
         "is token {column} of sequence {row}",
