@@ -1693,7 +1693,8 @@ def fit(folders: list[Path], out: Path) -> None:
         slope = x.T @ (weight * (y - probability)) - penalty @ fitted
         bend = (x * (weight * probability * (1 - probability))[:, None]).T @ x + penalty
         fitted = fitted + np.linalg.solve(bend, slope)
-    Journal(out, list(rows[0])).add(*rows)
+    short = [{name: f"{value:.4g}" for name, value in row.items()} for row in rows]
+    Journal(out, list(rows[0])).add(*short)
     for name, value in zip([name for name in rows[0] if name != "is_bug"], fitted, strict=True):
         print(f'    "{name}": {value:.3f},')
 

@@ -113,17 +113,17 @@ ALIASES = {
     "float32": "fp32",
 }
 # How much a unit of each of `evidence_of` raises the logit of the probability of a bug, fitted by
-# benchmarks/decoder_dumps.py
+# benchmarks/decoder_dumps.py to benchmarks/results/dumps_fit.csv
 WEIGHTS = {
-    "one": 0.262,
-    "k3": 0.258,
-    "bits": -0.407,
-    "exact": -0.296,
-    "symptom": 0.517,
-    "seen": 2.428,
-    "explained": 0.884,
+    "one": -1.301,
+    "k3": 0.484,
+    "bits": -0.331,
+    "exact": -1.069,
+    "symptom": 0.465,
+    "seen": 2.707,
+    "explained": 0.886,
 }
-LIKELY = 0.75  # probability from which on a gap is called a bug
+LIKELY = 0.7  # probability from which on a gap is called a bug
 UNLIKELY = 0.3  # below it is called rounding
 LEAST_SPREAD = 0.5  # nats; where all log-probabilities are alike, they say nothing of arithmetic
 LEAST_SHARE = 0.01  # of the squared gap; what explains less is named only if nothing else is seen
