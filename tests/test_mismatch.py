@@ -214,11 +214,11 @@ def weak_line(is_swapped: bool) -> tuple:
     return (dump[1], dump[0], dump[2]) if is_swapped else dump
 
 
-def by_token() -> dict:
-    """The learner finds some tokens more likely than the actor, wherever they are."""
+def by_token(size: float = 0.03) -> dict:
+    """The learner finds some of 500 tokens more likely than the actor, wherever they are."""
     draw = np.random.default_rng(7)
-    tokens = draw.integers(0, 50, LOGP.shape)
-    learner = noisy(LOGP) + 0.03 * draw.normal(size=50)[tokens] * -np.expm1(LOGP)
+    tokens = draw.integers(0, 500, LOGP.shape)
+    learner = noisy(LOGP) + size * draw.normal(size=500)[tokens] * -np.expm1(LOGP)
     return {"learner_logp": np.minimum(learner, 0), "actor_logp": LOGP, "tokens": tokens}
 
 
@@ -271,6 +271,17 @@ VERDICTS = {
         lambda: (LOGP / np.log(10), noisy(LOGP)),
         ["base"],
         "logarithms of different bases",
+    ),
+    "by no token": (lambda: by_token(0.0), "rounding", ""),
+    "half of the sequences are exact": (
+        lambda: (np.where(ROWS % 2, noisy(policy_logp(128)), policy_logp(128)), policy_logp(128)),
+        "rounding",
+        "",
+    ),
+    "a heavy beginning": (
+        lambda: where(PLACE < 3, 3.0, policy_logp(128) - 4.0),
+        ["beginning"],
+        "at the first tokens",
     ),
     "by token": (by_token, ["weights"], "which token of the vocabulary it is"),
     "after holes": (after_holes, ["template"], "right after tokens that do not count"),
@@ -409,6 +420,14 @@ def test_fewer_bits_than_both_programs_claim_are_a_bug(precision, noise, verdict
         note for note in report.notes if note.startswith("alarm: token_mult_prob_error is 1.1")
     ]
     assert len(alarms) == (noise == 0.2)
+
+
+@pytest.mark.parametrize(("noise", "verdict"), [(0.02, "rounding"), (0.06, "bug")])
+def test_a_gap_is_compared_with_that_of_a_sound_dump(noise, verdict):
+    sound = dict(zip(("learner_logp", "actor_logp"), sampled(128, noise=0.02), strict=True))
+    report = mismatch(*sampled(noise=noise), sound=sound)
+    assert (report.verdict, report.kind) == (verdict, "precision" if verdict == "bug" else "")
+    assert ("k3 of tokens (all) is" in str(report)) == (verdict == "bug")
 
 
 def shares(**kinds: float) -> list[Seen]:
