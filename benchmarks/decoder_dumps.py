@@ -51,7 +51,7 @@ from torch.nn import functional
 
 from fp8rl.dumps import MismatchReport, evidence_of, mismatch
 from fp8rl.dumps.dump import gap_of
-from fp8rl.dumps.symptoms import symptoms_of, without_fillers
+from fp8rl.dumps.symptoms import Examined, symptoms_of, without_fillers
 
 PAD, END, BEGIN = range(3)
 VOCABULARY = {"code": 512, "prose": 768}
@@ -1678,7 +1678,7 @@ def fit(folders: list[Path], out: Path) -> None:
                 dump = dict(file)
             for left_out in ((), ("tokens", "advantages")):
                 arrays = {x: dump[x] for x in ARRAYS if x in dump and x not in left_out}
-                gap, fillers = without_fillers(gap_of(**arrays))
+                gap, fillers = without_fillers(Examined(**vars(gap_of(**arrays))))
                 symptoms = symptoms_of(gap)
                 if fillers is None and symptoms:
                     is_bug = float(str(dump["truth"][0]) != "sound")

@@ -42,7 +42,7 @@ from .symptoms import (
     BITS_LEFT,
     FEW_SEQUENCES,
     FEW_TOKENS,
-    Aligned,
+    Examined,
     Seen,
     bits_of,
     correlation,
@@ -324,16 +324,16 @@ def mismatch(
         lengths=lengths,
         tokens=tokens,
     )
-    gap = gap_of(**arrays)
     if not (isinstance(clip, int | float) and 0 < clip < 1):
         raise ValueError(f"clip is {clip!r}: use a number above 0 and below 1, such as 0.2")
     precision = ALIASES.get(str(precision), precision)
     if precision is not None and precision not in BITS_LEFT:
         raise ValueError(f"precision is {precision!r}: use one of {', '.join(BITS_LEFT)}")
     if sound is not None:
-        sound = Aligned.of(gap_of(**arrays_of(sound)))
+        sound = Examined(**vars(gap_of(**arrays_of(sound))))
+    gap = Examined(**vars(gap_of(**arrays)), precision=precision, sound=sound)
     rest, fillers = without_fillers(gap)
-    symptoms = symptoms_of(rest, precision, sound)
+    symptoms = symptoms_of(rest)
     probability = probability_of(rest, symptoms)
     verdict, causes = judge(rest, symptoms, probability)
     numbers = numbers_of(gap, float(clip))
@@ -403,7 +403,7 @@ def numbers_of(gap: Gap, clip: float) -> SimpleNamespace:
     is_used = gap.mask.any(1)
     by_sequence = gap.log_ratio.sum(1)[is_used]
     mean_length = float(gap.mask.sum(1)[is_used].mean())
-    horizons = horizons_of(Aligned.of(gap))
+    horizons = horizons_of(gap)
     probs_difference = np.abs(learner_probs - actor_probs)
     return SimpleNamespace(
         bits=bits_of(gap),
@@ -457,7 +457,7 @@ def clipped_shares(gap: Gap, clip: float) -> dict[str, float]:
 # The horizon
 
 
-def horizons_of(gap: Aligned) -> dict[str, float]:
+def horizons_of(gap: Examined) -> dict[str, float]:
     """The horizon in tokens, its 95% interval, and what it would be of independent tokens.
 
     The interval is a bootstrap over sequences; NaN for a single sequence or an infinite horizon.
@@ -490,7 +490,7 @@ def horizons_of(gap: Aligned) -> dict[str, float]:
     }
 
 
-def squares_of(gap: Aligned, length: int) -> tuple[np.ndarray, np.ndarray]:
+def squares_of(gap: Examined, length: int) -> tuple[np.ndarray, np.ndarray]:
     """(ratio - 1)^2 of products of `length` neighbouring ratios.
 
     Their sum over each sequence, [S], and the number of products that it has, [S].

@@ -22,7 +22,7 @@ import functools
 import json
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -92,13 +92,14 @@ LARGEST = 300.0
 
 @dataclass(frozen=True, eq=False)
 class Gap:
-    """The learner's and the actor's log-probabilities of the same tokens.
+    """The learner's and the actor's log-probabilities of the same tokens, each sequence from 0 on.
 
     pi is the learner's policy and mu the actor's, which sampled the tokens:
 
         ratio = pi / mu          d = log ratio = learner - actor
 
-    All arrays are [S, T]; those of `flat` are [tokens].
+    All arrays are [S, T]; those of `flat` are [tokens]. The tokens that count come first in each
+    row, for example answers without their prompts. T is the number of them in the longest sequence.
 
     `learner`, `actor`  float32, or float64 if a program gave that, and 0 where `mask` is False
     `mask`              which tokens count
@@ -106,6 +107,7 @@ class Gap:
                         log-probabilities were saved, or of the decimals that they were rounded to
     `advantages`        of the tokens; None if there are none
     `tokens`            their numbers in the vocabulary; None if they are not given
+    `columns`           the tokens' columns in the rows of the dump
     `unscored`          the number of tokens that are left out, because a program has NaN there
     """
 
@@ -115,7 +117,17 @@ class Gap:
     step: float
     advantages: np.ndarray | None = None
     tokens: np.ndarray | None = None
+    columns: np.ndarray | None = None
     unscored: int = 0
+
+    def aligned(self) -> "Gap":
+        """The same, with the tokens that count first in each row."""
+        longest = int(self.mask.sum(1).max())
+        order = np.argsort(~self.mask, axis=1, kind="stable")[:, :longest]
+        names = ("learner", "actor", "mask", "advantages", "tokens", "columns")
+        arrays = {name: getattr(self, name) for name in names}
+        moved = {k: np.take_along_axis(x, order, 1) for k, x in arrays.items() if x is not None}
+        return replace(self, **moved)
 
     @functools.cached_property
     def log_ratio(self) -> np.ndarray:
@@ -146,8 +158,8 @@ class Gap:
     @property
     def farthest(self) -> tuple[int, int]:
         """The row and the column of the token whose log ratio is largest in size."""
-        size = np.abs(self.log_ratio)
-        return tuple(np.argwhere(size == size.max())[0].tolist())
+        row, place = np.unravel_index(np.abs(self.log_ratio).argmax(), self.mask.shape)
+        return int(row), int(self.columns[row, place])
 
 
 # Files
@@ -393,8 +405,9 @@ def gap_of(learner_logp, actor_logp, mask=None, advantages=None, lengths=None, t
         ),
         advantages,
         tokens,
+        np.broadcast_to(np.arange(counts.max(), dtype=np.int32), is_used.shape),
         int(is_unscored.sum()),
-    )
+    ).aligned()
 
 
 def grid_of(values: np.ndarray) -> float:

@@ -106,7 +106,7 @@ class Symptom(NamedTuple):
 
     `null`       "fixed", "errors" or "permuted"
     `limit`      of the value; the smallest one, where the dump decides
-    `statistic`  takes an `Aligned` and returns a dict, or None if this dump cannot be measured:
+    `statistic`  takes an `Examined` and returns a dict, or None if this dump cannot be measured:
 
                      value   what is compared with the limit
                      share   of the squared gap, if it is known
@@ -115,7 +115,7 @@ class Symptom(NamedTuple):
 
                  and the numbers and words of the sentence
     `places`     of a symptom of positions: which tokens have larger scores than which others
-                 (Aligned.places), or by what numbers a rise is looked for: "place" or "columns".
+                 (Examined.places), or by what numbers a rise is looked for: "place" or "columns".
                  Then there is no statistic
     """
 
@@ -128,34 +128,17 @@ class Symptom(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Aligned(Gap):
-    """A gap whose sequences begin at position 0, and what several symptoms need of it.
+class Examined(Gap):
+    """A gap, and what several symptoms need of it.
 
-    For example, answers then begin there, without their prompts. T is the number of tokens of the
-    longest sequence.
-
-    `columns`    the tokens' columns in the rows of the dump, [S, T]
     `precision`  what both programs claim to compute in, one of BITS_LEFT; None if nothing is said
     `sound`      a dump that is known to be sound, or None
     `draw`       draws all permutations, in the order of the table
     """
 
-    columns: np.ndarray | None = None
     precision: str | None = None
-    sound: "Aligned | None" = None
+    sound: "Examined | None" = None
     draw: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
-
-    @classmethod
-    def of(
-        cls, gap: Gap, precision: str | None = None, sound: "Aligned | None" = None
-    ) -> "Aligned":
-        longest = int(gap.mask.sum(1).max())
-        columns = np.argsort(~gap.mask, axis=1, kind="stable")[:, :longest].astype(np.int32)
-        arrays = gap.learner, gap.actor, gap.mask, gap.advantages, gap.tokens
-        moved = [None if x is None else np.take_along_axis(x, columns, 1) for x in arrays]
-        return cls(
-            *moved[:3], gap.step, *moved[3:], columns=columns, precision=precision, sound=sound
-        )
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
@@ -324,7 +307,7 @@ class Aligned(Gap):
         return dict(zip(rows, zip(observed, chances, strict=True), strict=True))
 
 
-def symptoms_of(gap: Gap, precision: str | None = None, sound: Aligned | None = None) -> list[Seen]:
+def symptoms_of(gap: Examined) -> list[Seen]:
     """All symptoms that a dump is large enough for: first those that are seen, and of these first
     what explains most. Of shares that are alike within a tenth, the order is the table's.
 
@@ -332,8 +315,7 @@ def symptoms_of(gap: Gap, precision: str | None = None, sound: Aligned | None = 
     """
     if gap.mask.sum() < FEW_TOKENS or not gap.log_ratio.any():
         return []
-    aligned = Aligned.of(gap, precision, sound)
-    measured = [x for x in (measure(name, aligned) for name in SYMPTOMS) if x is not None]
+    measured = [x for x in (measure(name, gap) for name in SYMPTOMS) if x is not None]
     others = [x.share for x in measured if x.is_seen and x.kind != "heavy tail" and x.share > 0]
 
     def rank(x: Seen) -> tuple[bool, float]:
@@ -343,7 +325,7 @@ def symptoms_of(gap: Gap, precision: str | None = None, sound: Aligned | None = 
     return sorted(measured, key=rank)
 
 
-def measure(name: str, gap: Aligned) -> Seen | None:
+def measure(name: str, gap: Examined) -> Seen | None:
     """A symptom of a dump; None if the dump is too small for it, or lacks an array."""
     row = SYMPTOMS[name]
     numbers = None
@@ -408,7 +390,7 @@ def ratio_in_line(x: float) -> str:
 # Symptoms of all tokens alike
 
 
-def misplaced(gap: Aligned) -> dict:
+def misplaced(gap: Examined) -> dict:
     """Do the learner's log-probabilities fit those of a neighbouring token better, in whole
     sequences or from a token on?
 
@@ -436,7 +418,7 @@ def misplaced(gap: Aligned) -> dict:
     }
 
 
-def reordered(gap: Aligned) -> dict | None:
+def reordered(gap: Examined) -> dict | None:
     """Do the learner's log-probabilities fit other sequences of the actor, or other pieces of the
     same sequence, better than their own?
 
@@ -474,7 +456,7 @@ def reordered(gap: Aligned) -> dict | None:
     return {"value": share, "share": share, "moved": moved.sum()}
 
 
-def mislabelled(gap: Aligned) -> dict:
+def mislabelled(gap: Examined) -> dict:
     """Does the learner find the tokens unlikely that the actor sampled, everywhere?
 
     It does if its logits are compared with the labels of the position before or after, and if it
@@ -487,7 +469,7 @@ def mislabelled(gap: Aligned) -> dict:
     return {"value": value, "share": share, "less_likely": less_likely, "common": common}
 
 
-def truncated(gap: Aligned) -> dict:
+def truncated(gap: Examined) -> dict:
     """Is the mean ratio below 1 by more than chance, and by a large part of the ratios' spread?
 
     Rare ratios far above 1 may be missing in a sample, or be all there is. So the mean must also be
@@ -514,7 +496,7 @@ def truncated(gap: Aligned) -> dict:
     }
 
 
-def impossible(gap: Aligned) -> dict:
+def impossible(gap: Examined) -> dict:
     """Is the mean ratio above 1 by more than chance?
 
     Tokens are sampled from mu, so the mean of pi / mu is at most 1. Rare large ratios pull up a
@@ -550,7 +532,7 @@ def impossible(gap: Aligned) -> dict:
     }
 
 
-def tempered(gap: Aligned) -> dict:
+def tempered(gap: Examined) -> dict:
     """Is the log ratio a function of the actor's log-probability?
 
     The mean log ratio of tokens of similar log-probability foretells that of other sequences. The
@@ -577,7 +559,7 @@ def tempered(gap: Aligned) -> dict:
     }
 
 
-def by_token(gap: Aligned) -> dict | None:
+def by_token(gap: Examined) -> dict | None:
     """Does the number of a token foretell its log ratio?
 
     Rounding depends on the context and hardly on the token. A head, a layer or a bias that the two
@@ -596,7 +578,7 @@ def by_token(gap: Aligned) -> dict | None:
     }
 
 
-def too_few_bits(gap: Aligned) -> dict | None:
+def too_few_bits(gap: Examined) -> dict | None:
     """Is the gap larger than the arithmetic makes it that both programs claim?"""
     if gap.precision is None:
         return None
@@ -610,7 +592,7 @@ def too_few_bits(gap: Aligned) -> dict | None:
     }
 
 
-def unlike_sound(gap: Aligned) -> dict | None:
+def unlike_sound(gap: Examined) -> dict | None:
     """Is k3 larger than that of a dump which is known to be sound, at all tokens or at some?
 
     Errors are those over sequences.
@@ -628,7 +610,7 @@ def unlike_sound(gap: Aligned) -> dict | None:
     return max(found, key=lambda x: x["value"])
 
 
-def learned(gap: Aligned) -> dict | None:
+def learned(gap: Examined) -> dict | None:
     """Does the learner give higher probabilities to tokens of sequences that turned out better?
 
     This is a rank correlation, over sequences, of mean log ratio and mean advantage. What the
@@ -663,7 +645,7 @@ def learned(gap: Aligned) -> dict | None:
     }
 
 
-def seen_before(gap: Aligned) -> dict | None:
+def seen_before(gap: Examined) -> dict | None:
     """Are log ratios of tokens that the sequence had before higher or lower than those of new ones?
 
     Only tokens of similar log-probability are compared. The error is that over sequences.
@@ -696,7 +678,7 @@ def seen_before(gap: Aligned) -> dict | None:
     }
 
 
-def heavy_tail(gap: Aligned) -> dict:
+def heavy_tail(gap: Examined) -> dict:
     """Do a few tokens, anywhere, have most of the squared gap?
 
     Normal noise has a root mean square of 1.5 typical sizes, and Student's t with 3 degrees of
@@ -728,7 +710,7 @@ def heavy_tail(gap: Aligned) -> dict:
         "fewest": fewest,
         "tokens": gap.mask.sum(),
         "where": where,
-        "column": gap.columns[gap.farthest],
+        "column": gap.farthest[1],
         "row": gap.farthest[0],
     }
 
@@ -736,7 +718,7 @@ def heavy_tail(gap: Aligned) -> dict:
 # Do sequences differ?
 
 
-def between_sequences(gap: Aligned) -> dict | None:
+def between_sequences(gap: Examined) -> dict | None:
     """Do sequences differ in the size of their log ratios?"""
     if gap.sequences < FEW_SEQUENCES or gap.rms < HARMLESS:
         return None
@@ -800,7 +782,7 @@ def rises_of(means: np.ndarray) -> np.ndarray:
     return after - before
 
 
-def contrast(gap: Aligned, scores: np.ndarray, places: tuple[str, str] | str) -> float:
+def contrast(gap: Examined, scores: np.ndarray, places: tuple[str, str] | str) -> float:
     """How much larger scores are at some places than at others, or after a rise than before."""
     if isinstance(places, str):
         _, means = gap.means_at(scores, getattr(gap, places))
@@ -811,7 +793,7 @@ def contrast(gap: Aligned, scores: np.ndarray, places: tuple[str, str] | str) ->
     return float(scores[here].mean() - scores[there].mean())
 
 
-def at_places(gap: Aligned, row: Symptom, value: float, chance: float) -> dict:
+def at_places(gap: Examined, row: Symptom, value: float, chance: float) -> dict:
     """What is said of the places of a symptom whose contrast is `value`.
 
     The medians must differ, too, because a few sequences change the means. A larger gap that begins
@@ -1011,7 +993,7 @@ NEARLY = 0.9  # share that stands for all
 ZERO = 1e-6  # a log-probability of this size is 0
 
 
-def without_fillers(gap: Gap) -> tuple[Gap, Seen | None]:
+def without_fillers(gap: Examined) -> tuple[Examined, Seen | None]:
     """The gap of all tokens but fillers, and the symptom that says which tokens these are.
 
     A trainer counts tokens that the engine did not sample, such as an appended end token, a tool's
@@ -1023,49 +1005,46 @@ def without_fillers(gap: Gap) -> tuple[Gap, Seen | None]:
     """
     if gap.mask.sum() < FEW_TOKENS or not gap.log_ratio.any():
         return gap, None
-    aligned = Aligned.of(gap)
-    both = aligned.actor, aligned.learner
+    both = gap.actor, gap.learner
     for logp, other in (both, both[::-1]):
-        fillers = fillers_of(logp, other, aligned)
+        fillers = fillers_of(logp, other, gap)
         if fillers.any():
             break
     else:
         return gap, None
-    tokens = np.zeros_like(gap.mask)
-    np.put_along_axis(tokens, aligned.columns, fillers, 1)
     rest = replace(
         gap,
-        learner=np.where(tokens, 0.0, gap.learner),
-        actor=np.where(tokens, 0.0, gap.actor),
-        mask=gap.mask & ~tokens,
-    )
+        learner=np.where(fillers, 0, gap.learner),
+        actor=np.where(fillers, 0, gap.actor),
+        mask=gap.mask & ~fillers,
+        draw=np.random.default_rng(0),
+    ).aligned()
     # A shift or another order puts other numbers beside the zeros of tokens that are certain.
     if rest.mask.sum() >= FEW_TOKENS:
-        others = Aligned.of(rest)
-        moved = [measure(f"fit of {x}", others) for x in ("a neighbouring token", "another piece")]
+        moved = [measure(f"fit of {x}", rest) for x in ("a neighbouring token", "another piece")]
         if any(symptom and symptom.is_seen for symptom in moved):
             return gap, None
     numbers, counts = np.unique(logp[fillers], return_counts=True)
     constant = numbers[counts.argmax()]
     if abs(constant) <= ZERO:
         constant = 0.0
-    where, fix = whereabouts(fillers, aligned)
+    where, fix = whereabouts(fillers, gap)
     is_everywhere = fillers.sum() >= NEARLY * gap.mask.sum()
-    whose = "the actor" if logp is aligned.actor else "the learner"
+    whose = "the actor" if logp is gap.actor else "the learner"
     is_greedy = is_everywhere and constant == 0 and whose == "the actor"
     square = np.square(gap.log_ratio)
     symptom = Seen(
         name="fillers",
         kind="greedy" if is_greedy else "filler",
-        value=float(tokens.sum()),
+        value=float(fillers.sum()),
         limit=FEW - 1.0,
         says=f"{whose}'s log-probabilities are exactly {constant:g} at {where}. {fix}",
-        share=float(square[tokens].sum() / max(square[gap.mask].sum(), TINY**2)),
+        share=float(square[fillers].sum() / max(square[gap.mask].sum(), TINY**2)),
     )
     return rest, symptom
 
 
-def fillers_of(logp: np.ndarray, other: np.ndarray, gap: Aligned) -> np.ndarray:
+def fillers_of(logp: np.ndarray, other: np.ndarray, gap: Examined) -> np.ndarray:
     """Tokens at which `logp` is a constant that the other program clearly contradicts, [S, T]."""
     mask = gap.mask
     is_zero = mask & (np.abs(logp) <= ZERO)
@@ -1136,7 +1115,7 @@ def starts_of_runs(tokens: np.ndarray) -> np.ndarray:
     return tokens & ~np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
 
 
-def whereabouts(tokens: np.ndarray, gap: Aligned) -> tuple[str, str]:
+def whereabouts(tokens: np.ndarray, gap: Examined) -> tuple[str, str]:
     """Which tokens these are, in words, and what to do about them."""
     count = tokens.sum()
     share = count / gap.mask.sum()
