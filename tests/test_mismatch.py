@@ -279,7 +279,7 @@ VERDICTS = {
         "",
     ),
     "a heavy beginning": (
-        lambda: where(PLACE < 3, 3.0, policy_logp(128) - 4.0),
+        lambda: where(PLACE < 3, 1.5, policy_logp(128) - 4.0),
         ["beginning"],
         "at the first tokens",
     ),

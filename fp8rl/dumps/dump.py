@@ -123,6 +123,8 @@ class Gap:
     def aligned(self) -> "Gap":
         """The same, with the tokens that count first in each row."""
         longest = int(self.mask.sum(1).max())
+        if longest == self.mask.shape[1] and self.mask.all():
+            return self
         order = np.argsort(~self.mask, axis=1, kind="stable")[:, :longest]
         names = ("learner", "actor", "mask", "advantages", "tokens", "columns")
         arrays = {name: getattr(self, name) for name in names}
@@ -142,8 +144,9 @@ class Gap:
     @functools.cached_property
     def flat(self) -> "Gap":
         """The tokens that count alone, in arrays [tokens]."""
-        arrays = (x[self.mask] for x in (self.learner, self.actor, self.mask))
-        return Gap(*arrays, self.step)
+        all_count = self.mask.all()
+        arrays = (self.learner, self.actor, self.mask)
+        return Gap(*(x.ravel() if all_count else x[self.mask] for x in arrays), self.step)
 
     @property
     def rms(self) -> float:

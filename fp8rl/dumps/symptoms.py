@@ -178,13 +178,14 @@ class Examined(Gap):
         """
         bins = int(np.clip(len(self.flat.actor) // 50, 1, 32))
         edges = np.quantile(self.flat.actor, np.linspace(0, 1, bins + 1)[1:-1])
-        return np.searchsorted(edges, self.actor).astype(np.int32)
+        return np.searchsorted(edges, self.actor).astype(np.int8)
 
     def mean_of_bin(self, values: np.ndarray, among: np.ndarray) -> np.ndarray:
         """For each token, the mean of `values` over the tokens `among` in its bin, [S, T]."""
         bins = self.bins[among]
         total = np.bincount(bins, values[among], minlength=32)
-        return (total / np.maximum(np.bincount(bins, minlength=32), 1))[self.bins]
+        mean = total / np.maximum(np.bincount(bins, minlength=32), 1)
+        return mean.astype(np.float32)[self.bins]
 
     def without_bins(self, values: np.ndarray) -> np.ndarray:
         """`values` less the mean of their bins, [S, T]; 0 where there is no token."""
@@ -200,7 +201,7 @@ class Examined(Gap):
         """|d|, and what may have become 0 in a file with few bits, [S, T]."""
         lost = self.step * np.maximum(-self.actor, 1.0)
         lost = np.maximum(lost, 1e-4)  # smaller log ratios, such as float32 makes, are all alike
-        return np.abs(self.log_ratio) + lost
+        return (np.abs(self.log_ratio) + lost).astype(np.float32)
 
     @functools.cached_property
     def typical(self) -> np.ndarray:
@@ -257,7 +258,7 @@ class Examined(Gap):
         the other seven. A mean of few tokens is drawn to 0.
         """
         total = self.flat.log_ratio if total is None else total
-        groups = group.max() + 1
+        groups = int(group.max()) + 1
         part = np.nonzero(self.mask)[0] % 8 * groups + group
         size = 8 * groups
         sums = np.bincount(group, values)[group] - np.bincount(part, values, size)[part]
