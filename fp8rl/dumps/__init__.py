@@ -175,7 +175,14 @@ class MismatchReport(NamedTuple):
                 f"not judged: {x.tokens} tokens are too few to tell rounding from a bug; "
                 f"give at least {FEW_TOKENS}"
             ],
-            "rounding": [f"rounding: {bits}"],
+            "rounding": [
+                f"rounding: {bits}"
+                + (
+                    ""
+                    if self.has_advantages
+                    else "; give advantages, too, to tell old weights from rounding"
+                )
+            ],
             "rounding or bug": [
                 f"rounding or bug: {bits}",
                 "  4-bit weights, a cache of 2 bits and FP8 in many layers do this; so do old "
@@ -185,8 +192,6 @@ class MismatchReport(NamedTuple):
             ],
             "bug": [],
         }[self.verdict]
-        if self.verdict == "rounding" and not self.has_advantages:
-            lines.append("  give advantages, too, to tell old weights from rounding")
         for number, kind in enumerate(self.causes):
             seen = [symptom for symptom in self.symptoms if symptom.is_seen]
             of_kind = [symptom for symptom in seen if symptom.kind == kind]
