@@ -219,6 +219,7 @@ class MismatchReport(NamedTuple):
                 f"advantage, {below} with negative"
             )
         return [
+            f"probability of a bug: {self.probability:.2f}, if half of all dumps have one",
             f"horizon: {amount(x.horizon)} tokens{interval}, after which the weights of "
             "sequences have an effective sample size of 0.9",
             f"  if tokens were independent: {amount(x.token_horizon)}{together}",
