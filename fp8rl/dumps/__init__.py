@@ -115,13 +115,13 @@ ALIASES = {
 # How much a unit of each of `evidence_of` raises the logit of the probability of a bug, fitted by
 # benchmarks/decoder_dumps.py to benchmarks/results/dumps_fit.csv
 WEIGHTS = {
-    "one": -1.301,
-    "k3": 0.484,
+    "one": -1.319,
+    "k3": 0.486,
     "bits": -0.331,
     "exact": -1.069,
-    "symptom": 0.465,
-    "seen": 2.707,
-    "explained": 0.886,
+    "symptom": 0.460,
+    "seen": 2.727,
+    "explained": 0.914,
 }
 LIKELY = 0.7  # probability from which on a gap is called a bug
 UNLIKELY = 0.3  # below it is called rounding

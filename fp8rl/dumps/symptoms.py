@@ -867,7 +867,7 @@ SYMPTOMS = {
     "a function of the log-probability": Symptom(
         "temperature",
         "fixed",
-        0.1,
+        0.3,
         tempered,
         "where the actor's log-probability changes by 1, the learner's changes by {slope:.2f}",
     ),
