@@ -447,7 +447,7 @@ def shares(**kinds: float) -> list[Seen]:
         (shares(), []),
         ([Seen("a trend", "trend", 0.9, 1.0, "", 1.0)], []),
         (shares(shift=0.9, trend=0.5), ["shift"]),
-        (shares(truncation=0.4, temperature=0.36, trend=0.1), ["truncation"]),
+        (shares(truncation=0.4, temperature=0.36, trend=0.1), ["truncation", "temperature"]),
         (shares(weights=0.17, trend=0.1, stale=0.003), ["weights", "trend"]),
         (shares(stale=0.003, other=math.nan), ["stale"]),
         (shares(precision=math.nan), ["precision"]),
