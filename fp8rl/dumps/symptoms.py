@@ -310,7 +310,8 @@ class Examined(Gap):
 
 def symptoms_of(gap: Examined) -> list[Seen]:
     """All symptoms that a dump is large enough for: first those that are seen, and of these first
-    what explains most. Of shares that are alike within a tenth, the order is the table's.
+    what fits other tokens, and then what explains most. Of shares that are alike within a tenth,
+    the order is the table's.
 
     A heavy tail is wherever the gap is large. So only what it explains beyond others counts.
     """
@@ -321,7 +322,8 @@ def symptoms_of(gap: Examined) -> list[Seen]:
 
     def rank(x: Seen) -> tuple[bool, float]:
         beside = max(others, default=0.0) if x.kind == "heavy tail" else 0.0
-        return not x.is_seen, -round(10 * (np.nan_to_num(x.share) - beside))
+        share = 1.0 if x.name.startswith("fit of ") else np.nan_to_num(x.share) - beside
+        return not x.is_seen, -round(10 * share)
 
     return sorted(measured, key=rank)
 
