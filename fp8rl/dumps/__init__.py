@@ -89,7 +89,8 @@ MEANING = {
     "heavy tail": "few tokens, here and there, have most of the gap. Look at experts that the two "
     "programs choose differently (replay the router's choice), at other kernels, and at the tokens "
     "themselves.",
-    "stale": "the actor has older weights than the learner. Look at when weights are sent.",
+    "stale": "the actor has older weights than the learner. Look at when weights are sent, and "
+    "whether this was saved before the learner trained on these tokens.",
     "filler": "some log-probabilities are fillers, not those of sampled tokens.",
     "greedy": "the actor's log-probabilities are all 0. Sample at the learner's temperature, and "
     "record the log-probabilities.",
@@ -208,9 +209,12 @@ class MismatchReport(NamedTuple):
         interval = ""
         if math.isfinite(x.horizon_low):
             interval = f" (95% interval {amount(x.horizon_low)} to {amount(x.horizon_high)})"
-        together = ""
+        single = []
         if x.horizon != x.token_horizon:
-            together = "; here ratios go together along a sequence"
+            single = [
+                f"  if tokens were independent: {amount(x.token_horizon)}; here ratios go together "
+                "along a sequence"
+            ]
         above, below = f"{x.clipped_above:.2%} of", f"{x.clipped_below:.2%}"
         clipped = f"{above} the tokens are above {1 + x.clip:g}, {below} below {1 - x.clip:g}"
         if self.has_advantages:
@@ -222,14 +226,15 @@ class MismatchReport(NamedTuple):
             f"probability of a bug: {self.probability:.2f}, if half of all dumps have one",
             f"horizon: {amount(x.horizon)} tokens{interval}, after which the weights of "
             "sequences have an effective sample size of 0.9",
-            f"  if tokens were independent: {amount(x.token_horizon)}{together}",
+            *single,
             f"lengths: sequences of {x.mean_length:,.1f} tokens are {amount(x.horizons)} "
             "horizons long",
             f"effective sample size: {x.token_sample_size:.4f} of the tokens, "
             f"{x.sequence_sample_size:.4f} of the sequences",
             f"divergence: {x.kl_k1:.3g} nats a token (k1), {x.kl_k3:.3g} (k3)",
-            f"ratios: mean {ratio_in_line(x.mean_ratio)} ± {x.mean_ratio_error:.1g}, "
-            f"from {x.smallest_ratio:.3g} to {x.largest_ratio:.3g}",
+            f"ratios: mean {ratio_in_line(x.mean_ratio)} "
+            f"(standard error {x.mean_ratio_error:.1g}), from {x.smallest_ratio:.3g} "
+            f"to {x.largest_ratio:.3g}",
             f"clip of pi / mu: {clipped}",
             f"token_mult_prob_error: {ratio_in_line(x.token_mult_prob_error)} "
             "(the mean of exp |log ratio|)",

@@ -856,8 +856,8 @@ SYMPTOMS = {
         "fixed",
         0.1,
         truncated,
-        "the mean ratio is {ratio}: the actor never says what {missing:.1%} of the learner's "
-        "probability is for",
+        "the mean ratio is {ratio}: {missing:.1%} of the learner's probability is on tokens that "
+        "the actor never samples",
     ),
     "mean ratio above 1": Symptom(
         "mean ratio",
@@ -975,7 +975,7 @@ SYMPTOMS = {
         1.5,  # typical sizes
         seen_before,
         "where a token occurs again in its sequence, the learner's log-probability is {side}, by "
-        "{value:.1f} of the typical log ratio",
+        "{value:.1f} times the typical log ratio",
     ),
     "advantages": Symptom(
         "stale",
@@ -983,7 +983,8 @@ SYMPTOMS = {
         0.15,
         learned,
         "the learner favours what turned out well (correlation {value:.2f} of a sequence's "
-        "log ratios and advantages): it has learned from such tokens, the actor has not",
+        "log ratios and advantages): it has learned from these tokens or from others like them, "
+        "and the actor has not",
     ),
 }
 
