@@ -28,7 +28,6 @@ know.
 
 import argparse
 import ast
-import contextlib
 import copy
 import functools
 import importlib.metadata
@@ -96,9 +95,13 @@ def trees(folder: str) -> Iterator[tuple[str, ast.AST]]:
     """The sources below a folder of Python's installation, and their syntax trees."""
     for path in sorted(Path(sysconfig.get_paths()[folder]).glob(FILES[folder])):
         source = path.read_text(encoding="utf-8", errors="replace")
-        with warnings.catch_warnings(), contextlib.suppress(SyntaxError, ValueError):
-            warnings.simplefilter("ignore")
-            yield source, ast.parse(source)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(source)
+        except (SyntaxError, ValueError):  # packages ship files for other versions of Python
+            continue
+        yield source, tree
 
 
 def code() -> Iterator[str]:
