@@ -1089,6 +1089,7 @@ def quanto_cache(bits: int) -> dict:
 IN_FLOAT32 = {"actor": "fp32", "claims": "fp32"}
 MOE = "mixtral", "qwen3-moe"
 GEMMA = ("gemma2",)
+WITHOUT_WINDOW = "llama", *MOE  # a quantized cache has no sliding window
 FEW = {"prompting": {"count": 6, "copies": 4}}
 LONG = {"sampling": {"max_new_tokens": 256, "ends": False}}
 UNPADDED = {"prompting": {"count": 16, "copies": 4, "is_padded": False}}
@@ -1115,8 +1116,8 @@ SOUND = [
     *[Recipe("int4 weights", actor="int4 weights", claims="int4")] * 2,
     Recipe("8-bit cache", actor="8-bit cache", claims="int8"),
     Recipe("e4m3 cache", actor="e4m3 cache", claims="fp8"),
-    Recipe("4-bit cache", sampling=quanto_cache(4), claims="int4"),
-    Recipe("2-bit cache", sampling=quanto_cache(2), claims=""),
+    Recipe("4-bit cache", sampling=quanto_cache(4), claims="int4", models=WITHOUT_WINDOW),
+    Recipe("2-bit cache", sampling=quanto_cache(2), claims="", models=WITHOUT_WINDOW),
     Recipe("saved as float16", change_dump=as_float16),
     Recipe("tool tokens masked", roll=with_tool),
     Recipe("tool tokens masked, NaN there", roll=with_tool, change_dump=nan_for_tools),
