@@ -879,9 +879,15 @@ def adapter(times: float) -> Callable[[Lab, nn.Module], None]:
 def head_scaled(layer: int, factor: float) -> Callable[[Lab, nn.Module], None]:
     """One head of one layer multiplies its scores by a factor."""
 
+    def first_scaled(module: nn.Module, inputs, output: Tensor) -> Tensor:
+        queries = output.flatten(2).clone()
+        queries[..., : SHAPE["head_dim"]] *= factor
+        return queries.view_as(output)
+
     def change(lab: Lab, model: nn.Module) -> None:
         attention = model.model.layers[layer].self_attn
-        attention.q_proj.weight.data[: SHAPE["head_dim"]] *= factor
+        queries = getattr(attention, "q_norm", attention.q_proj)  # a norm would undo the factor
+        queries.register_forward_hook(first_scaled)
 
     return change
 
