@@ -283,6 +283,7 @@ VERDICTS = {
         ["beginning"],
         "at the first tokens",
     ),
+    "by token, of int8 weights": (lambda: {**by_token(), "precision": "int8"}, "rounding", ""),
     "by token": (by_token, ["weights"], "which token of the vocabulary it is"),
     "after holes": (after_holes, ["template"], "right after tokens that do not count"),
     "0.8": (lambda: (0.8 * sampled()[1], sampled()[1]), ["temperature"], "does not divide"),

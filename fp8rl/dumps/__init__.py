@@ -71,8 +71,9 @@ MEANING = {
     "repetition": "tokens that a sequence had before differ from new ones. Look at the engine's "
     "repetition, presence and frequency penalties.",
     "weights": "the same tokens differ everywhere, as they do if the two programs have different "
-    "weights. Look at when weights are sent, and which: the head, embeddings, adapters (merged in "
-    "bf16, scaled twice, not applied), a bias of logits, tokens that the engine suppresses.",
+    "weights. If one of them quantizes its weights, say so, as in --precision int8. Otherwise look "
+    "at when weights are sent, and which: the head, embeddings, adapters (merged in bf16, scaled "
+    "twice, not applied), a bias of logits, tokens that the engine suppresses.",
     "padding": "some sequences differ more than others, as if they were read in another context. "
     "Look at left padding, position ids, the attention mask, packing, and prefixes that were "
     "cached before weights were sent.",

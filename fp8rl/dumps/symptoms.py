@@ -568,9 +568,11 @@ def by_token(gap: Examined) -> dict | None:
     Rounding depends on the context and hardly on the token. A head, a layer or a bias that the two
     programs do not share makes the same tokens more likely everywhere. What the log-probability
     foretells is subtracted first. The value is of log ratios in typical sizes, of which none counts
-    for more than four: few huge ones are no sign.
+    for more than four: few huge ones are no sign. Weights that one program quantizes are other
+    weights, too, so with such a precision this is no symptom.
     """
-    if gap.tokens is None or gap.sequences < FEW_SEQUENCES:
+    is_quantized = gap.precision in ("int8", "fp8", "int4", "fp4")
+    if gap.tokens is None or gap.sequences < FEW_SEQUENCES or is_quantized:
         return None
     number = gap.token_numbers[gap.mask]
     values = gap.without_bins(gap.log_ratio)
