@@ -1,28 +1,29 @@
 """What does `fp8rl.dumps` say of dumps of a real decoder, of which the truth is known?
 
-A decoder like Llama learns the text of Python's standard library, and transformers, torchao and
-optimum-quanto run it: as an actor that samples with a cache, in 16 bits or quantized, and as a
-learner that reads prompts and answers in one pass. Both give log-probabilities of the same tokens.
-Some dumps are sound, and in each of the others one bug is planted (RECIPES).
+A decoder of about a million parameters learns the text of Python's standard library, or prose, and
+transformers, torchao and optimum-quanto run it: as an actor that samples with a cache, in 16 bits or
+quantized, and as a learner that reads prompts and answers in one pass. Both give log-probabilities
+of the same tokens. Some dumps are sound, and in each of the others one bug is planted (SOUND, `bugs`).
 
     python benchmarks/decoder_dumps.py train DIR --seed 1007    # 5 minutes, into a folder
+    python benchmarks/decoder_dumps.py train DIR --seed 1008 --model qwen3-moe --text prose
     python benchmarks/decoder_dumps.py make DIR                 # its dumps, some minutes
-    python benchmarks/decoder_dumps.py judge DIR benchmarks/results/decoder_dumps.md
+    python benchmarks/decoder_dumps.py judge DIR DIR --out benchmarks/results/decoder_dumps.md
+    python benchmarks/decoder_dumps.py fit DIR DIR --out benchmarks/results/dumps_fit.csv
 
-`judge` needs no other package, `train` and `make` do. `make` leaves the dumps alone that are there.
+`train` and `make` need other packages. `make` leaves the dumps alone that are there.
 
     pip install transformers==5.23.0 torchao==0.18.0 optimum-quanto==0.2.7
 
-Seeds below 1000 are for choosing limits, and those from 1000 for the table.
+Seeds below 1000 are for choosing limits and for `fit`, and those from 1000 for the tables.
 
 The report is judged three times: without more, with the precision that both programs claim, and
-with the bits of a sound dump. The third is what a user can do who saves a dump when the weights are
-surely the same.
+with a sound dump of the same two programs. The third is what a user can do who saves a dump when
+the weights are surely the same.
 
 Beside the report stand simple rules, which call a dump a bug if one number exceeds one limit: k3,
 the root mean square of log ratios, or token_mult_prob_error, above 1.05 of which NeMo-RL warns. The
-limits of the first two are the best ones for the dumps of the table, which is more than a rule can
-know.
+other limits are the best ones for the dumps of the table, which is more than a rule can know.
 """
 
 import argparse
@@ -43,25 +44,48 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from results import table_of, write_tables
+from results import Journal, table_of, write_tables
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fp8rl.dumps import MismatchReport, mismatch
+from fp8rl.dumps import MismatchReport, evidence_of, mismatch
+from fp8rl.dumps.dump import gap_of
+from fp8rl.dumps.symptoms import Examined, symptoms_of, without_fillers
 
 PAD, END, BEGIN = range(3)
-VOCABULARY = 512
+VOCABULARY = {"code": 512, "prose": 768}
+MOST = 20_000  # documents of prose
 SHORTEST, LONGEST = 80, 1200  # characters of a document
 HELD_OUT = 512  # documents that are not trained on
 WINDOW, BATCH = 192, 16  # tokens and sequences of a training step
 LEARNING_RATE = 3e-3
 SHAPE = {
     "hidden_size": 128,
-    "intermediate_size": 352,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 32,
 }
+MODELS = {
+    "llama": {"intermediate_size": 352},
+    "mixtral": {"intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "gemma2": {
+        "intermediate_size": 352,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 64,  # of every second layer
+        "final_logit_softcapping": 20.0,
+        "attn_logit_softcapping": 30.0,
+    },
+    "qwen3-moe": {
+        "moe_intermediate_size": 32,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+    },
+}
+BALANCE = 0.01  # of the loss that makes a router use all experts
+FILES = {"stdlib": "*.py", "purelib": "**/*.py"}
+DOCUMENTED = ast.FunctionDef, ast.ClassDef
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PACKAGES = "transformers", "torchao", "optimum-quanto"
 
@@ -69,40 +93,84 @@ PACKAGES = "transformers", "torchao", "optimum-quanto"
 # Training
 
 
-def documents() -> Iterator[str]:
+def trees(folder: str) -> Iterator[tuple[str, ast.AST]]:
+    """The sources below a folder of Python's installation, and their syntax trees."""
+    for path in sorted(Path(sysconfig.get_paths()[folder]).glob(FILES[folder])):
+        source = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(source)
+        except (SyntaxError, ValueError):  # packages ship files for other versions of Python
+            continue
+        yield source, tree
+
+
+def code() -> Iterator[str]:
     """The functions of the standard library, and the docstrings of its functions and classes."""
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            source = path.read_text(encoding="utf-8", errors="replace")
-            nodes = ast.walk(ast.parse(source))
+    for source, tree in trees("stdlib"):
         lines = source.splitlines()
-        for node in nodes:
-            if not isinstance(node, kinds):
-                continue
-            texts = [ast.get_docstring(node) or ""]
+        for node in ast.walk(tree):
+            if isinstance(node, DOCUMENTED):
+                yield ast.get_docstring(node) or ""
             if isinstance(node, ast.FunctionDef):
-                texts.append(textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])))
-            yield from (text for text in texts if SHORTEST <= len(text) <= LONGEST)
+                yield textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
 
 
-def new_model() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def prose() -> Iterator[str]:
+    """Paragraphs of the documentation in /usr/share and of the docstrings of installed packages.
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
+    A paragraph with few letters is no prose.
+    """
+    pages = []
+    for ending in ("md", "rst", "txt"):
+        paths = sorted(Path("/usr/share").rglob(f"*.{ending}"))
+        pages += [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+    for _, tree in trees("purelib"):
+        nodes = [node for node in ast.walk(tree) if isinstance(node, DOCUMENTED)]
+        pages += [ast.get_docstring(node) or "" for node in nodes]
+    for page in pages:
+        for paragraph in page.split("\n\n"):
+            letters = sum(map(str.isalpha, paragraph))
+            if letters > 0.75 * len(paragraph):
+                yield paragraph
+
+
+def documents(text: str, seed: int) -> list[str]:
+    """The documents of a kind of text, each once, in an order that the seed draws."""
+    pages = code() if text == "code" else prose()
+    texts = list(dict.fromkeys(x for x in pages if SHORTEST <= len(x) <= LONGEST))
+    random.Random(seed).shuffle(texts)
+    return texts if text == "code" else texts[:MOST]
+
+
+def new_model(name: str, vocabulary: int) -> nn.Module:
+    """A decoder of one of MODELS, with random weights.
+
+    Attention and experts are computed in the plainest way where a model has more than the Llama.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        name.replace("-", "_"),
+        vocab_size=vocabulary,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
         pad_token_id=PAD,
         eos_token_id=END,
         bos_token_id=BEGIN,
         **SHAPE,
+        **MODELS[name],
     )
-    return LlamaForCausalLM(config).float()
+    plain = {
+        "gemma2": {"attn_implementation": "eager"},
+        "mixtral": {"experts_implementation": "eager"},
+        "qwen3-moe": {"experts_implementation": "eager"},
+    }
+    return AutoModelForCausalLM.from_config(config, **plain.get(name, {})).float()
 
 
-def train(folder: Path, seed: int, seconds: float) -> None:
+def train(folder: Path, seed: int, seconds: float, name: str, text: str) -> None:
     """Trains a decoder for so many seconds and saves it, with its tokenizer, to a folder.
 
     Windows of the text begin at the beginning of a document. After 0.8 of the time the weights
@@ -111,12 +179,11 @@ def train(folder: Path, seed: int, seconds: float) -> None:
     from tokenizers import ByteLevelBPETokenizer
 
     torch.manual_seed(seed)
-    texts = list(dict.fromkeys(documents()))
-    random.Random(seed).shuffle(texts)
+    texts = documents(text, seed)
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(
         texts[HELD_OUT:],
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY[text],
         min_frequency=0,
         show_progress=False,
         special_tokens=["<pad>", "<end>", "<begin>"],  # PAD, END and BEGIN
@@ -126,7 +193,7 @@ def train(folder: Path, seed: int, seconds: float) -> None:
     stream = torch.tensor([token for document in learned for token in document])
     begins = torch.nonzero(stream == BEGIN)[:, 0]
     begins = begins[begins < len(stream) - WINDOW - 1]
-    model = new_model()
+    model = new_model(name, VOCABULARY[text])
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
     )
@@ -157,8 +224,11 @@ def train(folder: Path, seed: int, seconds: float) -> None:
     held_out = [document for document in encoded[:HELD_OUT] if len(document) > 32]
     windows = torch.tensor([document[:33] for document in held_out])
     with torch.no_grad():
-        loss = loss_of(model, windows).item()
+        loss = loss_of(model.eval(), windows).item()
     about = {
+        "model": name,
+        "text": text,
+        "vocabulary": VOCABULARY[text],
         "seed": seed,
         "seconds": seconds,
         "steps": step,
@@ -173,8 +243,12 @@ def train(folder: Path, seed: int, seconds: float) -> None:
 
 
 def loss_of(model: nn.Module, window: Tensor) -> Tensor:
-    logits = model(input_ids=window[:, :-1], use_cache=False).logits
-    return functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+    """The cross-entropy of a window's tokens; in training with the loss of its routers."""
+    is_routed = model.training and hasattr(model.config, "output_router_logits")
+    options = {"output_router_logits": True} if is_routed else {}
+    output = model(input_ids=window[:, :-1], use_cache=False, **options)
+    loss = functional.cross_entropy(output.logits.flatten(0, 1), window[:, 1:].flatten())
+    return loss + BALANCE * output.aux_loss if is_routed else loss
 
 
 # Acting and learning
@@ -188,6 +262,7 @@ class Rollout(NamedTuple):
     `is_read`     the tokens that are no padding, [S, T]
     `mask`        the tokens that the actor sampled, [S, T]
     `actor_logp`  the log-probabilities that it recorded, [S, T]; 0 where there are none
+    `kept`        the tokens of the vocabulary that it could sample, [S, T, V]
     """
 
     prompts: list[list[int]]
@@ -195,17 +270,19 @@ class Rollout(NamedTuple):
     is_read: Tensor
     mask: Tensor
     actor_logp: Tensor
+    kept: Tensor | None = None
 
 
 class Inputs(NamedTuple):
     """What the learner reads: padded prompts and answers.
 
     `ids` and `attention` are [S, P + T]. `positions` are [S, P + T], or None for 0, 1, 2 and so on.
-    `attention` may also be [S, 1, P + T, P + T]: which token reads which.
+    `attention` may also be [S, 1, P + T, P + T], 0 where a token reads another, or None: then
+    transformers tells sequences in a row by their positions. A row may have several sequences.
     """
 
     ids: Tensor
-    attention: Tensor
+    attention: Tensor | None
     positions: Tensor | None
 
 
@@ -238,15 +315,15 @@ class Lab:
     @functools.cache  # noqa: B019, a Lab lives as long as the process
     def weights(self, name: str) -> nn.Module:
         """The newest or the older weights, in float32. Do not change them."""
-        model = new_model()
+        model = new_model(self.about["model"], self.about["vocabulary"])
         model.load_state_dict(torch.load(self.folder / f"{name}.pt"))
         return model.eval()
 
-    def model(self, form: str) -> nn.Module:
-        """A copy of the newest model that computes in a format: one of DTYPES or of quantizers."""
-        model = copy.deepcopy(self.weights("newest"))
+    def model(self, form: str, name: str = "newest") -> nn.Module:
+        """A copy of a model that computes in a format: one of DTYPES or of quantizers."""
+        model = copy.deepcopy(self.weights(name))
         if form in DTYPES:
-            return model.to(DTYPES[form])
+            to_dtype(model, DTYPES[form])
         if form in QUANTIZERS:
             QUANTIZERS[form](model)
         return model
@@ -273,6 +350,7 @@ class Lab:
         is_raw: bool = False,
         masks_padding: bool = True,
         ends: bool = True,
+        cached_by: nn.Module | None = None,
         **options,
     ) -> Rollout:
         """Samples answers with a cache, as an engine does.
@@ -282,6 +360,7 @@ class Lab:
             is_raw: the log-probabilities are those of raw logits, not those that are sampled from.
             masks_padding: whether the model leaves out the padding before the prompts.
             ends: whether END ends an answer.
+            cached_by: the model whose keys and values of the prompts the actor reads.
             options: those of transformers' `generate`.
         """
         torch.manual_seed(seed)
@@ -292,10 +371,18 @@ class Lab:
         options = defaults | options
         longest = options["max_new_tokens"]
         if not ends:
-            options["eos_token_id"] = VOCABULARY  # which is never sampled
+            options["eos_token_id"] = self.about["vocabulary"]  # which is never sampled
         batch = batch or len(ids)
         parts = []
         for some_ids, some_prompts in zip(ids.split(batch), is_prompt.split(batch), strict=True):
+            if cached_by:
+                positions = (some_prompts.cumsum(1) - 1).clamp(min=0)
+                options["past_key_values"] = cached_by(
+                    input_ids=some_ids[:, :-1],
+                    attention_mask=some_prompts[:, :-1],
+                    position_ids=positions[:, :-1],
+                    use_cache=True,
+                ).past_key_values
             output = model.generate(
                 input_ids=some_ids,
                 attention_mask=some_prompts,
@@ -309,16 +396,21 @@ class Lab:
             tokens = output.sequences[:, ids.shape[1] :]
             logits = torch.stack(output.logits if is_raw else output.scores, 1).float()
             logp = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+            kept = torch.stack(output.scores, 1) > -math.inf
             missing = (0, longest - tokens.shape[1])
             parts.append(
-                (functional.pad(tokens, missing, value=PAD), functional.pad(logp, missing))
+                (
+                    functional.pad(tokens, missing, value=PAD),
+                    functional.pad(logp, missing),
+                    functional.pad(kept, (0, 0, *missing), value=True),
+                )
             )
-        tokens, logp = map(torch.cat, zip(*parts, strict=True))
+        tokens, logp, kept = map(torch.cat, zip(*parts, strict=True))
         is_end = (tokens == END).long()
         mask = is_end.cumsum(1) - is_end == 0  # up to the first END, which counts
         if not ends:
             mask = torch.ones_like(mask)
-        return Rollout(prompts, tokens, mask, mask, torch.where(mask, logp, 0.0))
+        return Rollout(prompts, tokens, mask, mask, torch.where(mask, logp, 0.0), kept)
 
     @torch.no_grad()
     def score(
@@ -331,6 +423,7 @@ class Lab:
         offset: int = 0,
         is_half: bool = False,
         batch: int | None = None,
+        kept: Tensor | None = None,
     ) -> Tensor:
         """The learner's log-probabilities of the last tokens of its inputs, [S, T].
 
@@ -339,24 +432,29 @@ class Lab:
             temperature: what the logits are divided by.
             offset: by how many positions the logits come too late for their labels.
             is_half: takes the log-softmax in the type of the logits, not in float32.
-            batch: sequences at once; the default is all.
+            batch: rows of the inputs at once; the default is all.
+            kept: the tokens of the vocabulary that count, [S, T, V]; the default is all.
         """
-        end = inputs.ids.shape[1] - 1 + offset
-        places = slice(end - tokens.shape[1], end)
         parts = []
-        for rows in torch.arange(len(tokens)).split(batch or len(tokens)):
-            positions = None if inputs.positions is None else inputs.positions[rows]
+        for rows in torch.arange(len(inputs.ids)).split(batch or len(tokens)):
+            ids, attention, positions = (None if x is None else x[rows] for x in inputs)
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                logits = model(
-                    input_ids=inputs.ids[rows],
-                    attention_mask=inputs.attention[rows],
+                output = model(
+                    input_ids=ids,
+                    attention_mask=attention,
                     position_ids=positions,
                     use_cache=False,
-                ).logits
-            logits = logits[:, places] if is_half else logits[:, places].float()
-            logp = (logits / temperature).log_softmax(-1)
-            parts.append(logp.gather(-1, tokens[rows, :, None])[..., 0].float())
-        return torch.cat(parts)
+                )
+            parts.append(output.logits)
+        width = inputs.ids.numel() // len(tokens)  # of a sequence; a row may have several
+        end = width - 1 + offset
+        logits = torch.cat(parts).unflatten(1, (-1, width)).flatten(0, 1)
+        logits = logits[:, end - tokens.shape[1] : end]
+        logits = logits if is_half else logits.float()
+        if kept is not None:
+            logits = logits.masked_fill(~kept, -math.inf)
+        logp = (logits / temperature).log_softmax(-1)
+        return logp.gather(-1, tokens[..., None])[..., 0].float()
 
     def reward(self, rollout: Rollout) -> Tensor:
         """The share of letters in each answer, [S]."""
@@ -398,13 +496,22 @@ def policy_gradient(
 # Quantized weights and caches
 
 
-def linear_layers(model: nn.Module) -> list[nn.Linear]:
-    """All linear layers but the head."""
-    return [x for x in model.model.modules() if isinstance(x, nn.Linear)]
+def to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Rounds a model's weights, but not its rotary frequencies, which transformers keeps in float32
+    when it loads a model."""
+    frequencies = model.model.rotary_emb.inv_freq
+    model.to(dtype)
+    model.model.rotary_emb.inv_freq = frequencies
+
+
+def matrices(model: nn.Module) -> list[Tensor]:
+    """The weights of all linear layers and experts but the head and the routers, [..., in]."""
+    named = model.model.layers.named_parameters()
+    return [x for name, x in named if x.dim() > 1 and not name.endswith("mlp.gate.weight")]
 
 
 def by_torchao(name: str) -> Callable[[nn.Module], None]:
-    """Quantizes weights with torchao, by the name of one of its configs."""
+    """Quantizes weights with torchao, by the name of one of its configs, but not those of experts."""
 
     def quantize(model: nn.Module) -> None:
         from torchao import quantization
@@ -416,16 +523,18 @@ def by_torchao(name: str) -> Callable[[nn.Module], None]:
 
 def to_int4(model: nn.Module) -> None:
     """Rounds weights to 4 bits, with a scale for each 32 of them."""
-    for layer in linear_layers(model):
-        groups = layer.weight.data.unflatten(1, (-1, 32))
-        layer.weight.data = rounded_integers(groups, 4).flatten(1)
+    for weight in matrices(model):
+        groups = weight.data.unflatten(-1, (-1, 32))
+        weight.data = rounded_integers(groups, 4).flatten(-2)
 
 
 def to_e4m3(model: nn.Module) -> None:
-    """Rounds weights and inputs of linear layers to e4m3, with a scale for each row."""
-    for layer in linear_layers(model):
-        layer.weight.data = rounded_e4m3(layer.weight.data)
-        layer.register_forward_pre_hook(lambda _, inputs: (rounded_e4m3(inputs[0]),))
+    """Rounds weights and inputs of linear layers and experts to e4m3, with a scale for each row."""
+    for weight in matrices(model):
+        weight.data = rounded_e4m3(weight.data)
+    for module in model.model.layers.modules():
+        if isinstance(module, nn.Linear) or hasattr(module, "gate_up_proj"):  # the experts
+            module.register_forward_pre_hook(lambda _, x: (rounded_e4m3(x[0]), *x[1:]))
 
 
 def rounded_integers(x: Tensor, bits: int) -> Tensor:
@@ -447,11 +556,10 @@ def with_rounded_cache(round_to: Callable[[Tensor], Tensor]) -> Callable[[nn.Mod
     """
 
     def hook(layer: nn.Linear, inputs, output: Tensor) -> Tensor:
-        width = SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
-        return round_to(output.unflatten(-1, (-1, width))).flatten(-2)
+        return round_to(output.unflatten(-1, (-1, SHAPE["head_dim"]))).flatten(-2)
 
     def quantize(model: nn.Module) -> None:
-        model.to(torch.bfloat16)
+        to_dtype(model, torch.bfloat16)
         for layer in model.model.layers:
             layer.self_attn.k_proj.register_forward_hook(hook)
             layer.self_attn.v_proj.register_forward_hook(hook)
@@ -459,7 +567,27 @@ def with_rounded_cache(round_to: Callable[[Tensor], Tensor]) -> Callable[[nn.Mod
     return quantize
 
 
+def invariant(dtype: torch.dtype) -> Callable[[nn.Module], None]:
+    """Rounds weights and what modules return, and computes in float32 between.
+
+    Sums of another order then differ in few tokens, as in kernels that do not depend on the batch.
+    """
+
+    def rounded_output(module: nn.Module, inputs, output):
+        return output.to(dtype).float() if isinstance(output, Tensor) else output
+
+    def quantize(model: nn.Module) -> None:
+        to_dtype(model, dtype)
+        to_dtype(model, torch.float32)
+        for module in model.modules():
+            module.register_forward_hook(rounded_output)
+
+    return quantize
+
+
 QUANTIZERS = {
+    "invariant bf16": invariant(torch.bfloat16),
+    "invariant fp16": invariant(torch.float16),
     "int8 weights": by_torchao("Int8WeightOnlyConfig"),
     "int8 weights and activations": by_torchao("Int8DynamicActivationInt8WeightConfig"),
     "fp8 weights": by_torchao("Float8WeightOnlyConfig"),
@@ -477,9 +605,13 @@ FIRST_TURN, SECOND_TURN = 48, 56  # tokens around a tool's reply
 Arrays = dict[str, np.ndarray]
 # Kinds of the report (MEANING in fp8rl/dumps/__init__.py) that count as right for several bugs
 OF_PROMPT = "beginning", "template", "other", "precision"
-OF_WEIGHTS = "other", "precision"
-OF_OLD_WEIGHTS = "stale", "other", "precision"
-OF_LEARNED_TOKENS = "stale", "mean ratio", "other", "precision"
+OF_CONTEXT = "padding", "beginning", "other", "precision"
+OF_POSITIONS = "trend", "other", "precision"
+OF_WEIGHTS = "weights", "other", "precision"
+OF_HEAD = "temperature", *OF_WEIGHTS  # all logits are larger
+OF_OLD_WEIGHTS = "stale", *OF_WEIGHTS
+OF_LEARNED_TOKENS = "stale", "mean ratio", *OF_WEIGHTS
+OF_EXPERTS = "heavy tail", *OF_WEIGHTS
 
 
 class Recipe(NamedTuple):
@@ -495,7 +627,8 @@ class Recipe(NamedTuple):
     `prompting`      options of `Lab.prompts`
     `sampling`       options of `Lab.act`
     `scoring`        options of `Lab.score`
-    `has_tool`       whether a tool replies between two answers
+    `keeps_mask`     whether the learner gets to know which tokens top-p or top-k left
+    `roll`           returns what the actor sampled, if it is not `Lab.act` that does so
     `change_actor`   changes the actor's model
     `change_learner` changes the learner's model
     `lead`           policy gradients that the learner has made and the actor has not: how many,
@@ -504,6 +637,7 @@ class Recipe(NamedTuple):
     `change_inputs`  returns what the learner reads
     `change_dump`    returns the arrays that are saved; it gets the rollout, too
     `has_advantages` whether advantages are saved
+    `models`         models that can have it
     """
 
     what: str
@@ -514,7 +648,8 @@ class Recipe(NamedTuple):
     prompting: dict = {"count": 16, "copies": 4}
     sampling: dict = {}
     scoring: dict = {}
-    has_tool: bool = False
+    keeps_mask: bool = False
+    roll: Callable[[Lab, nn.Module, list[list[int]], int], Rollout] | None = None
     change_actor: Callable[[Lab, nn.Module], object] | None = None
     change_learner: Callable[[Lab, nn.Module], object] | None = None
     lead: tuple[int, float, bool] | None = None
@@ -522,6 +657,7 @@ class Recipe(NamedTuple):
     change_inputs: Callable[[Inputs, Rollout], Inputs] | None = None
     change_dump: Callable[[Arrays, Rollout], Arrays] | None = None
     has_advantages: bool = False
+    models: tuple[str, ...] = tuple(MODELS)
 
     def make(self, lab: Lab, seed: int) -> Arrays:
         """The arrays of a dump, for `mismatch`."""
@@ -529,8 +665,8 @@ class Recipe(NamedTuple):
         if self.change_actor:
             self.change_actor(lab, actor)
         prompts = lab.prompts(seed, **self.prompting)
-        if self.has_tool:
-            rollout = with_tool(lab, actor, prompts, seed)
+        if self.roll:
+            rollout = self.roll(lab, actor, prompts, seed)
         else:
             rollout = lab.act(actor, prompts, seed, **self.sampling)
         is_autocast = self.learner == "autocast"
@@ -544,7 +680,8 @@ class Recipe(NamedTuple):
         inputs = inputs_of(prompts, rollout)
         if self.change_inputs:
             inputs = self.change_inputs(inputs, rollout)
-        logp = lab.score(learner, inputs, rollout.tokens, autocast=is_autocast, **self.scoring)
+        scoring = {"autocast": is_autocast, "kept": rollout.kept if self.keeps_mask else None}
+        logp = lab.score(learner, inputs, rollout.tokens, **scoring, **self.scoring)
         arrays = {
             "learner_logp": logp.numpy(),
             "actor_logp": rollout.actor_logp.numpy(),
@@ -565,36 +702,159 @@ class Recipe(NamedTuple):
         policy_gradient(learner, rollout, advantages, steps, learning_rate)
 
 
+def in_turns(
+    lab: Lab,
+    actors: tuple[nn.Module, nn.Module],
+    prompts: list[list[int]],
+    replies: list[list[int]],
+    seed: int,
+    first: int,
+) -> Rollout:
+    """`first` tokens of the first actor, replies of equal length, and an answer of the second."""
+    begun = lab.act(actors[0], prompts, seed, ends=False, max_new_tokens=first)
+    parts = zip(prompts, begun.tokens.tolist(), replies, strict=True)
+    so_far = [[*prompt, *answer, *reply] for prompt, answer, reply in parts]
+    second = lab.act(actors[1], so_far, seed + 1, max_new_tokens=SECOND_TURN)
+    reply_ids = torch.tensor(replies, dtype=torch.long)
+    is_reply = torch.ones_like(reply_ids, dtype=torch.bool)
+    return Rollout(
+        prompts,
+        tokens=torch.cat((begun.tokens, reply_ids, second.tokens), 1),
+        is_read=torch.cat((begun.is_read, is_reply, second.is_read), 1),
+        mask=torch.cat((begun.mask, ~is_reply, second.mask), 1),
+        actor_logp=torch.cat((begun.actor_logp, 0.0 * is_reply, second.actor_logp), 1),
+    )
+
+
 def with_tool(lab: Lab, actor: nn.Module, prompts: list[list[int]], seed: int) -> Rollout:
     """An answer, a tool's reply, and another answer."""
-    first = lab.act(actor, prompts, seed, ends=False, max_new_tokens=FIRST_TURN)
     texts = [f"Traceback: line {100 + row}, in main\nKeyError" for row in range(len(prompts))]
     replies = [lab.tokenizer.encode(text).ids for text in texts]
     length = min(map(len, replies))
-    replies = torch.tensor([reply[:length] for reply in replies])
-    parts = zip(prompts, first.tokens.tolist(), replies.tolist(), strict=True)
-    so_far = [[*prompt, *answer, *reply] for prompt, answer, reply in parts]
-    second = lab.act(actor, so_far, seed + 1, max_new_tokens=SECOND_TURN)
-    is_reply = torch.ones_like(replies, dtype=torch.bool)
-    return Rollout(
-        prompts,
-        tokens=torch.cat((first.tokens, replies, second.tokens), 1),
-        is_read=torch.cat((first.is_read, is_reply, second.is_read), 1),
-        mask=torch.cat((first.mask, ~is_reply, second.mask), 1),
-        actor_logp=torch.cat((first.actor_logp, 0.0 * is_reply, second.actor_logp), 1),
-    )
+    replies = [reply[:length] for reply in replies]
+    return in_turns(lab, (actor, actor), prompts, replies, seed, FIRST_TURN)
+
+
+def sent_midway(lab: Lab, actor: nn.Module, prompts: list[list[int]], seed: int) -> Rollout:
+    """New weights come after 64 tokens, and the cache is computed anew."""
+    actors = (lab.model("bf16", "older"), actor)
+    return in_turns(lab, actors, prompts, [[] for _ in prompts], seed, 64)
+
+
+def stale_prefixes(every: int) -> Callable[[Lab, nn.Module, list[list[int]], int], Rollout]:
+    """The prompts of every so manieth sequence were cached before the newest weights came."""
+
+    def roll(lab: Lab, actor: nn.Module, prompts: list[list[int]], seed: int) -> Rollout:
+        cached = lab.act(actor, prompts, seed, cached_by=lab.model("bf16", "older"))
+        return cached if every == 1 else mixed(cached, lab.act(actor, prompts, seed), every)
+
+    return roll
+
+
+def stale_replica(lab: Lab, actor: nn.Module, prompts: list[list[int]], seed: int) -> Rollout:
+    """One of four engines did not get the newest weights."""
+    older = lab.act(lab.model("bf16", "older"), prompts, seed)
+    return mixed(older, lab.act(actor, prompts, seed), 4)
+
+
+def mixed(some: Rollout, rest: Rollout, every: int) -> Rollout:
+    """Every so manieth sequence of one rollout, and the others of another of the same prompts."""
+    is_some = torch.arange(len(some.prompts))[:, None] % every == 0
+    parts = zip(some[1:5], rest[1:5], strict=True)
+    return Rollout(some.prompts, *(torch.where(is_some, x, y) for x, y in parts))
+
+
+def of_draft(lab: Lab, actor: nn.Module, prompts: list[list[int]], seed: int) -> Rollout:
+    """A fifth of the log-probabilities are those of a draft model, for which older weights stand."""
+    rollout = lab.act(actor, prompts, seed)
+    draft = lab.score(lab.model("bf16", "older"), inputs_of(prompts, rollout), rollout.tokens)
+    is_draft = rollout.mask & (torch.rand(draft.shape) < 0.2)
+    return rollout._replace(actor_logp=torch.where(is_draft, draft, rollout.actor_logp))
 
 
 # Faults of a model
 
 
-def old_layer(lab: Lab, model: nn.Module) -> None:
-    """The newest weights of one layer were not sent."""
-    model.model.layers[2].load_state_dict(lab.weights("older").model.layers[2].state_dict())
+def not_sent(prefix: str) -> Callable[[Lab, nn.Module], None]:
+    """The newest weights whose names begin so were not sent."""
+
+    def change(lab: Lab, model: nn.Module) -> None:
+        older = lab.weights("older").state_dict()
+        model.load_state_dict({x: older[x] for x in older if x.startswith(prefix)}, strict=False)
+
+    return change
 
 
-def old_head(lab: Lab, model: nn.Module) -> None:
-    model.lm_head.load_state_dict(lab.weights("older").lm_head.state_dict())
+def expert_not_sent(layer: int) -> Callable[[Lab, nn.Module], None]:
+    """The newest weights of the expert that learned most last: some experts hardly get a token."""
+
+    def change(lab: Lab, model: nn.Module) -> None:
+        older = lab.weights("older").model.layers[layer].mlp.experts
+        experts = model.model.layers[layer].mlp.experts
+        learned = (experts.down_proj.float() - older.down_proj).flatten(1).norm(dim=1)
+        expert = int(learned.argmax())
+        for name, weight in experts.named_parameters():
+            weight.data[expert] = older.get_parameter(name).data[expert]
+
+    return change
+
+
+def scaled(path: str, factor: float) -> Callable[[Lab, nn.Module], object]:
+    """What a part of the model returns is multiplied by a factor."""
+    return lambda lab, model: model.get_submodule(path).register_forward_hook(
+        lambda *call: call[-1] * factor
+    )
+
+
+def biased(tokens: list[int]) -> Callable[[Lab, nn.Module], object]:
+    """3.0 is added to the logits of some tokens."""
+
+    def change(lab: Lab, model: nn.Module) -> None:
+        bias = torch.zeros(lab.about["vocabulary"])
+        bias[tokens] = 3.0
+        model.lm_head.register_forward_hook(lambda *call: call[-1] + bias)
+
+    return change
+
+
+def shards_swapped(layer: int) -> Callable[[Lab, nn.Module], None]:
+    """The halves of a matrix lie in the wrong order, as if two shards were exchanged."""
+
+    def change(lab: Lab, model: nn.Module) -> None:
+        name = next(x for x in model.state_dict() if f"layers.{layer}.mlp" in x and "down" in x)
+        weight = model.get_parameter(name)
+        weight.data = weight.data.roll(weight.shape[-1] // 2, -1)
+
+    return change
+
+
+def routed_in(dtype: torch.dtype) -> Callable[[Lab, nn.Module], None]:
+    """The routers compute in another type than the rest."""
+
+    def change(lab: Lab, model: nn.Module) -> None:
+        for layer in model.model.layers:
+            layer.mlp.gate.to(dtype).register_forward_pre_hook(lambda _, x: (x[0].to(dtype),))
+
+    return change
+
+
+def one_expert_less(lab: Lab, model: nn.Module) -> None:
+    for layer in model.model.layers:
+        layer.mlp.gate.top_k -= 1
+
+
+def final_softcap_off(lab: Lab, model: nn.Module) -> None:
+    model.config.final_logit_softcapping = None
+
+
+def in_attention(name: str, value: float | None) -> Callable[[Lab, nn.Module], None]:
+    """An attribute of the attention of all layers has another value."""
+
+    def change(lab: Lab, model: nn.Module) -> None:
+        for layer in model.model.layers:
+            setattr(layer.self_attn, name, value)
+
+    return change
 
 
 def tied_head(lab: Lab, model: nn.Module) -> None:
@@ -602,34 +862,55 @@ def tied_head(lab: Lab, model: nn.Module) -> None:
     model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
 
 
-def without_adapter(lab: Lab, model: nn.Module) -> None:
-    """An adapter of rank 4 is missing: the largest part of what queries and values learned last."""
-    older = lab.weights("older").model.layers
-    for layer, before in zip(model.model.layers, older, strict=True):
-        for name in ("q_proj", "v_proj"):
-            weight = getattr(layer.self_attn, name).weight
-            learned = weight.data.float() - getattr(before.self_attn, name).weight.data
-            u, s, v = torch.linalg.svd(learned, full_matrices=False)
-            weight.data -= (u[:, :4] * s[:4] @ v[:4]).to(weight.dtype)
+def adapter(times: float) -> Callable[[Lab, nn.Module], None]:
+    """An adapter of rank 4 is added so many times more: the largest part of what queries and values
+    learned last."""
+
+    def change(lab: Lab, model: nn.Module) -> None:
+        older = lab.weights("older").model.layers
+        for layer, before in zip(model.model.layers, older, strict=True):
+            for name in ("q_proj", "v_proj"):
+                weight = getattr(layer.self_attn, name).weight
+                learned = weight.data.float() - getattr(before.self_attn, name).weight.data
+                u, s, v = torch.linalg.svd(learned, full_matrices=False)
+                weight.data += times * (u[:, :4] * s[:4] @ v[:4]).to(weight.dtype)
+
+    return change
 
 
-def head_scaled(lab: Lab, model: nn.Module) -> None:
-    """One head of one layer multiplies its scores by 1.5."""
-    width = SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
-    model.model.layers[1].self_attn.q_proj.weight.data[:width] *= 1.5
+def head_scaled(layer: int, factor: float) -> Callable[[Lab, nn.Module], None]:
+    """One head of one layer multiplies its scores by a factor."""
+
+    def first_scaled(module: nn.Module, inputs, output: Tensor) -> Tensor:
+        queries = output.flatten(2).clone()
+        queries[..., : SHAPE["head_dim"]] *= factor
+        return queries.view_as(output)
+
+    def change(lab: Lab, model: nn.Module) -> None:
+        attention = model.model.layers[layer].self_attn
+        queries = getattr(attention, "q_norm", attention.q_proj)  # a norm would undo the factor
+        queries.register_forward_hook(first_scaled)
+
+    return change
 
 
 def other_theta(lab: Lab, model: nn.Module) -> None:
-    """The theta of rotary positions is 50,000 in place of 10,000."""
-    frequencies = model.model.rotary_emb.inv_freq  # theta^(-2 i / d)
-    frequencies.copy_(frequencies ** (math.log(50_000.0) / math.log(10_000.0)))
+    """The theta of rotary positions is 5 times as large."""
+    frequencies = model.model.rotary_emb.inv_freq  # theta^(-i / n)
+    n = len(frequencies)
+    frequencies *= 5.0 ** (-torch.arange(n) / n)
+
+
+def rounded_frequencies(lab: Lab, model: nn.Module) -> None:
+    """The frequencies of rotary positions are rounded to bfloat16, as `model.to` does."""
+    frequencies = model.model.rotary_emb.inv_freq
+    frequencies.copy_(frequencies.to(torch.bfloat16))
 
 
 def dropout(lab: Lab, model: nn.Module) -> None:
     """A tenth of the attention's weights is dropped, as in training."""
     model.train()
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.1
+    in_attention("attention_dropout", 0.1)(lab, model)
 
 
 def larger_vocabulary(lab: Lab, model: nn.Module) -> None:
@@ -646,6 +927,12 @@ def after_prefix(lab: Lab, rollout: Rollout) -> list[list[int]]:
     """A line before each prompt that the actor has not read."""
     prefix = lab.tokenizer.encode("# You are a helpful assistant.\n").ids
     return [[BEGIN, *prefix, *prompt[1:]] for prompt in rollout.prompts]
+
+
+def before_suffix(lab: Lab, rollout: Rollout) -> list[list[int]]:
+    """Some tokens at the end of each prompt that the actor has not read."""
+    suffix = lab.tokenizer.encode("<user>\n").ids
+    return [[*prompt, *suffix] for prompt in rollout.prompts]
 
 
 def after_neighbour(lab: Lab, rollout: Rollout) -> list[list[int]]:
@@ -681,7 +968,28 @@ def sliding_window(inputs: Inputs, rollout: Rollout) -> Inputs:
     distance = place[:, None] - place
     is_near = (distance >= 0) & (distance < 24)
     reads = is_near & (inputs.attention[:, None, None] == 1)
-    return inputs._replace(attention=reads | (distance == 0))  # padding reads itself, or nothing
+    reads |= distance == 0  # padding reads itself, or nothing
+    return inputs._replace(attention=torch.where(reads, 0.0, torch.finfo(torch.float32).min))
+
+
+def packed(inputs: Inputs, rollout: Rollout) -> Inputs:
+    """Four sequences in a row, which the model tells by their positions."""
+    ids, _, positions = (x.reshape(-1, 4 * x.shape[1]) for x in inputs)
+    return Inputs(ids, None, positions)
+
+
+def packed_together(inputs: Inputs, rollout: Rollout) -> Inputs:
+    """Four sequences in a row, each of which reads those before it."""
+    return Inputs(*(x.reshape(-1, 4 * x.shape[1]) for x in inputs))
+
+
+def other_reply(inputs: Inputs, rollout: Rollout) -> Inputs:
+    """The tokens of the tool's reply are others, as if it were written and read anew."""
+    is_reply = (rollout.is_read & ~rollout.mask)[0]
+    ids = inputs.ids.clone()
+    reply = ids[:, -len(is_reply) :][:, is_reply]
+    ids[:, -len(is_reply) :][:, is_reply] = reply.flip(1)
+    return inputs._replace(ids=ids)
 
 
 # Faults of what is saved
@@ -690,6 +998,61 @@ def sliding_window(inputs: Inputs, rollout: Rollout) -> Inputs:
 def rolled(axis: int) -> Callable[[Arrays, Rollout], Arrays]:
     """The learner's numbers are of another sequence (axis 0) or token (1)."""
     return lambda arrays, _: arrays | {"learner_logp": np.roll(arrays["learner_logp"], 1, axis)}
+
+
+def reordered(order_of: Callable[[np.ndarray], np.ndarray]) -> Callable[[Arrays, Rollout], Arrays]:
+    """The learner's rows are in another order, which is a function of the mask."""
+
+    def change(arrays: Arrays, rollout: Rollout) -> Arrays:
+        learner = np.where(arrays["mask"], arrays["learner_logp"], 0.0)
+        return arrays | {"learner_logp": learner[order_of(arrays["mask"])]}
+
+    return change
+
+
+def by_length(mask: np.ndarray) -> np.ndarray:
+    return np.argsort(mask.sum(1), kind="stable")
+
+
+def within_batches(mask: np.ndarray) -> np.ndarray:
+    """Each row of a batch of 16 comes a row too late, and the last first."""
+    return np.roll(np.arange(len(mask)).reshape(-1, 16), 1, 1).ravel()
+
+
+def four_exchanged(mask: np.ndarray) -> np.ndarray:
+    """Two pairs of sequences are exchanged."""
+    order = np.arange(len(mask))
+    order[[3, 4, 20, 21]] = order[[4, 3, 21, 20]]
+    return order
+
+
+def rolled_pieces(arrays: Arrays, rollout: Rollout) -> Arrays:
+    """The quarters of each sequence are in another order, as those of a sequence cut for devices."""
+    learner = arrays["learner_logp"]
+    return arrays | {"learner_logp": np.roll(learner, learner.shape[1] // 4, 1)}
+
+
+def token_missing(arrays: Arrays, rollout: Rollout) -> Arrays:
+    """Every second sequence lacks a token, and all that follow come one too early."""
+    learner = arrays["learner_logp"].copy()
+    draw = random.Random(0)
+    for row in range(0, len(learner), 2):
+        place = draw.randrange(arrays["mask"][row].sum() // 2 + 1)
+        learner[row, place:-1] = learner[row, place + 1 :]
+    return arrays | {"learner_logp": learner}
+
+
+def in_base(name: str, base: float) -> Callable[[Arrays, Rollout], Arrays]:
+    return lambda arrays, _: arrays | {name: arrays[name] / np.float32(math.log(base))}
+
+
+def rounded(decimals: int, *names: str) -> Callable[[Arrays, Rollout], Arrays]:
+    return lambda arrays, _: arrays | {x: arrays[x].round(decimals) for x in names}
+
+
+def swapped(arrays: Arrays, rollout: Rollout) -> Arrays:
+    pair = {"learner_logp": arrays["actor_logp"], "actor_logp": arrays["learner_logp"]}
+    return arrays | pair
 
 
 def count_padding(arrays: Arrays, rollout: Rollout) -> Arrays:
@@ -722,7 +1085,8 @@ def appended_end(arrays: Arrays, rollout: Rollout) -> Arrays:
 
 
 def both(form: str, words: str = "", **options) -> Recipe:
-    return Recipe(f"{form} in both{words}", actor=form, learner=form, claims=form, **options)
+    claims = form.split()[-1]
+    return Recipe(f"{form} in both{words}", actor=form, learner=form, claims=claims, **options)
 
 
 def quanto_cache(bits: int) -> dict:
@@ -731,7 +1095,13 @@ def quanto_cache(bits: int) -> dict:
 
 
 IN_FLOAT32 = {"actor": "fp32", "claims": "fp32"}
+MOE = "mixtral", "qwen3-moe"
+GEMMA = ("gemma2",)
+WITHOUT_WINDOW = "llama", *MOE  # a quantized cache has no sliding window
+FEW = {"prompting": {"count": 6, "copies": 4}}
+LONG = {"sampling": {"max_new_tokens": 256, "ends": False}}
 UNPADDED = {"prompting": {"count": 16, "copies": 4, "is_padded": False}}
+READ_IN_PIECES = {"sampling": {"prefill_chunk_size": 8}}
 MANY = {"prompting": {"count": 32, "copies": 8}}
 SOUND = [
     *[Recipe("bf16 actor")] * 2,
@@ -754,11 +1124,11 @@ SOUND = [
     *[Recipe("int4 weights", actor="int4 weights", claims="int4")] * 2,
     Recipe("8-bit cache", actor="8-bit cache", claims="int8"),
     Recipe("e4m3 cache", actor="e4m3 cache", claims="fp8"),
-    Recipe("4-bit cache", sampling=quanto_cache(4), claims="int4"),
-    Recipe("2-bit cache", sampling=quanto_cache(2), claims=""),
+    Recipe("4-bit cache", sampling=quanto_cache(4), claims="int4", models=WITHOUT_WINDOW),
+    Recipe("2-bit cache", sampling=quanto_cache(2), claims="", models=WITHOUT_WINDOW),
     Recipe("saved as float16", change_dump=as_float16),
-    Recipe("tool tokens masked", has_tool=True),
-    Recipe("tool tokens masked, NaN there", has_tool=True, change_dump=nan_for_tools),
+    Recipe("tool tokens masked", roll=with_tool),
+    Recipe("tool tokens masked, NaN there", roll=with_tool, change_dump=nan_for_tools),
     Recipe("no mask, 0 after the end in both", change_dump=zeros_for_mask),
     Recipe("top-p 0.9, raw log-probabilities in both", sampling={"is_raw": True, "top_p": 0.9}),
     Recipe("top-k 50, raw log-probabilities in both", sampling={"is_raw": True, "top_k": 50}),
@@ -767,6 +1137,47 @@ SOUND = [
     Recipe("bf16 actor, advantages", has_advantages=True),
     Recipe("bf16 actor, advantages, 256 sequences", has_advantages=True, **MANY),
     both("bf16", has_advantages=True, **MANY),
+    *[both(form, ", 256 tokens", **LONG) for form in DTYPES],
+    *[both(form, ", actor in batches of 8", sampling={"batch": 8}) for form in ("bf16", "fp16")],
+    *[both(form, ", learner in batches of 1", scoring={"batch": 1}) for form in ("bf16", "fp16")],
+    *[both(form, ", packed", change_inputs=packed) for form in DTYPES],
+    both("bf16", ", packed, no padding", change_inputs=packed, **UNPADDED),
+    Recipe("bf16 actor, packed learner", change_inputs=packed),
+    *[both(form, ", prompts read in pieces of 8", **READ_IN_PIECES) for form in ("fp32", "bf16")],
+    *[both(form, ", 24 sequences", **FEW) for form in ("bf16", "fp16")],
+    Recipe("bf16 actor, 24 sequences", **FEW),
+    Recipe("bf16 actor, autocast learner, 24 sequences", learner="autocast", **FEW),
+    Recipe("fp16 actor, autocast learner", actor="fp16", learner="autocast"),
+    Recipe("int8 weights in both", actor="int8 weights", learner="int8 weights", claims="int8"),
+    Recipe("int4 weights in both", actor="int4 weights", learner="int4 weights", claims="int4"),
+    Recipe("bf16 actor, 256 tokens", **LONG),
+    Recipe("top-p 0.9, its mask in both", sampling={"top_p": 0.9}, keeps_mask=True),
+    both("bf16", ", top-k 50, its mask too", sampling={"top_k": 50}, keeps_mask=True),
+    both("bf16", " at 1.2", sampling={"temperature": 1.2}, scoring={"temperature": 1.2}),
+    both("bf16", ", saved as float16", change_dump=as_float16),
+    both("bf16", ", tool tokens masked", roll=with_tool),
+    Recipe("bf16 actor, 3 decimals saved", change_dump=rounded(3, "learner_logp", "actor_logp")),
+    both(
+        "bf16",
+        ", float32 routers in the learner",
+        change_learner=routed_in(torch.float32),
+        models=MOE,
+    ),
+    *[
+        both(form, words, **options)
+        for form in ("invariant bf16", "invariant fp16")
+        for words, options in (
+            ("", {}),
+            (", no padding", UNPADDED),
+            (", packed", {"change_inputs": packed}),
+            (", 256 tokens", LONG),
+            (", actor in batches of 8", {"sampling": {"batch": 8}}),
+            (", learner in batches of 1", {"scoring": {"batch": 1}}),
+            (", prompts read in pieces of 8", READ_IN_PIECES),
+            (", 24 sequences", FEW),
+            (", 32 tokens", {"sampling": {"max_new_tokens": 32}}),
+        )
+    ],
 ]
 
 
@@ -787,130 +1198,281 @@ def sampled(what: str, kinds: tuple[str, ...], **options) -> Recipe:
     return Recipe(what, kinds, sampling=options)
 
 
-BUGS = [
-    sampled("temperature 0.7", ("temperature",), temperature=0.7),
-    sampled("temperature 0.9", ("temperature",), temperature=0.9),
-    sampled(
-        "temperature 0.6, top-p 0.95", ("temperature", "truncation"), temperature=0.6, top_p=0.95
-    ),
-    Recipe(
-        "raw log-probabilities, learner divides by 0.7",
-        ("temperature",),
-        sampling={"is_raw": True, "temperature": 0.7},
-        scoring={"temperature": 0.7},
-    ),
-    *[sampled(f"top-p {p}", ("truncation",), top_p=p) for p in (0.9, 0.95, 0.99)],
-    *[sampled(f"top-k {k}", ("truncation",), top_k=k) for k in (20, 50)],
-    sampled("min-p 0.05", ("truncation",), min_p=0.05),
-    *[
-        sampled(f"repetition penalty {penalty}", ("repetition",), repetition_penalty=penalty)
-        for penalty in (1.05, 1.1, 1.2)
-    ],
-    sampled(
-        "60 tokens suppressed at first",
-        ("beginning", "truncation"),
-        begin_suppress_tokens=list(range(220, 280)),
-    ),
-    sampled("60 tokens suppressed", ("truncation",), suppress_tokens=list(range(220, 280))),
-    sampled(
-        "end forced after 48", ("last token", "filler"), forced_eos_token_id=END, max_new_tokens=48
-    ),
-    Recipe("end appended, 0 there", ("last token", "filler"), change_dump=appended_end),
-    Recipe("padding attended by the learner", ("padding", "beginning"), change_inputs=without_mask),
-    sampled("padding attended by the actor", ("padding", "beginning"), masks_padding=False),
-    Recipe("logits a position too early", ("shift",), scoring={"offset": -1}),
-    Recipe("logits a position too late", ("shift",), scoring={"offset": 1}),
-    Recipe("rolled by a token", ("shift",), change_dump=rolled(1)),
-    Recipe("rolled by a sequence", ("shift", "other"), change_dump=rolled(0)),
-    Recipe(
-        "first token twice",
-        OF_PROMPT,
-        change_prompts=lambda lab, rollout: [[BEGIN, *prompt] for prompt in rollout.prompts],
-    ),
-    Recipe(
-        "first token missing",
-        OF_PROMPT,
-        change_prompts=lambda lab, rollout: [prompt[1:] for prompt in rollout.prompts],
-    ),
-    Recipe(
-        "prompt's last token missing",
-        OF_PROMPT,
-        change_prompts=lambda lab, rollout: [prompt[:-1] for prompt in rollout.prompts],
-    ),
-    Recipe("another prefix", OF_PROMPT, change_prompts=after_prefix),
-    Recipe(
-        "every second reads the sequence before",
-        ("padding", "beginning", "other", "precision"),
-        change_prompts=after_neighbour,
-    ),
-    Recipe(
-        "positions restart at the answer",
-        (*OF_PROMPT, "trend"),
-        change_inputs=restarted_positions,
-    ),
-    Recipe("another rope_theta", ("trend", "other", "precision"), change_learner=other_theta),
-    Recipe(
-        "a window of 24 tokens",
-        ("trend", "template", "other", "precision"),
-        change_inputs=sliding_window,
-    ),
-    Recipe("dropout in the learner", OF_WEIGHTS, change_learner=dropout),
-    Recipe("a head's scores times 1.5", OF_WEIGHTS, change_learner=head_scaled),
-    Recipe("a layer not sent", OF_WEIGHTS, change_actor=old_layer),
-    Recipe("the head not sent", OF_WEIGHTS, change_actor=old_head),
-    Recipe("the head tied to the embedding", OF_WEIGHTS, change_actor=tied_head),
-    Recipe("an adapter not merged", OF_WEIGHTS, change_actor=without_adapter),
-    Recipe(
-        "64 padded rows in the vocabulary",
-        ("truncation", *OF_WEIGHTS),
-        change_learner=larger_vocabulary,
-    ),
-    Recipe(
-        "tool tokens count, 0 there",
-        ("filler",),
-        has_tool=True,
-        change_dump=lambda arrays, rollout: arrays | {"mask": rollout.is_read.numpy()},
-    ),
-    Recipe("padding counts, 0 there", ("filler",), change_dump=count_padding),
-    stale(1, 1e-5, on_dump=True),
-    stale(2, 1e-4, on_dump=True),
-    stale(1, 1e-3, on_dump=True),
-    stale(8, 1e-5, on_dump=False, **MANY),
-    stale(2, 1e-4, on_dump=False, **MANY),
-    stale(8, 1e-4, on_dump=False, **MANY),
-    stale(2, 1e-3, on_dump=False, **MANY),
-    stale(8, 1e-3, on_dump=False, **MANY),
-]
-RECIPES = [*SOUND, *BUGS]
+def bugs(seed: int) -> list[Recipe]:
+    """The recipes of bugs, with layers, factors and tokens that a seed draws."""
+    draw = random.Random(seed)
+    layers = draw.sample(range(SHAPE["num_hidden_layers"]), 4)
+    tokens = draw.sample(range(263, 323), 5)  # frequent ones
+    strength, larger, largest = (
+        round(x, 2) for x in (draw.uniform(1.4, 2), draw.uniform(1.04, 1.1), draw.uniform(1.2, 1.4))
+    )
+    return [
+        *[
+            sampled(f"temperature {x}", ("temperature",), temperature=x)
+            for x in (0.7, 0.9, 0.95, 1.1)
+        ],
+        sampled(
+            "temperature 0.6, top-p 0.95",
+            ("temperature", "truncation"),
+            temperature=0.6,
+            top_p=0.95,
+        ),
+        Recipe(
+            "raw log-probabilities, learner divides by 0.7",
+            ("temperature",),
+            sampling={"is_raw": True, "temperature": 0.7},
+            scoring={"temperature": 0.7},
+        ),
+        *[sampled(f"top-p {p}", ("truncation",), top_p=p) for p in (0.9, 0.95, 0.99)],
+        *[sampled(f"top-k {k}", ("truncation",), top_k=k) for k in (20, 50)],
+        sampled("min-p 0.05", ("truncation",), min_p=0.05),
+        *[
+            sampled(f"repetition penalty {penalty}", ("repetition",), repetition_penalty=penalty)
+            for penalty in (1.05, 1.1, 1.2)
+        ],
+        sampled(
+            "60 tokens suppressed at first",
+            ("beginning", "truncation"),
+            begin_suppress_tokens=list(range(220, 280)),
+        ),
+        sampled("60 tokens suppressed", ("truncation",), suppress_tokens=list(range(220, 280))),
+        sampled(
+            "end forced after 48",
+            ("last token", "filler"),
+            forced_eos_token_id=END,
+            max_new_tokens=48,
+        ),
+        Recipe("end appended, 0 there", ("last token", "filler"), change_dump=appended_end),
+        Recipe(
+            "padding attended by the learner", ("padding", "beginning"), change_inputs=without_mask
+        ),
+        sampled("padding attended by the actor", ("padding", "beginning"), masks_padding=False),
+        Recipe("logits a position too early", ("shift",), scoring={"offset": -1}),
+        Recipe("logits a position too late", ("shift",), scoring={"offset": 1}),
+        Recipe("rolled by a token", ("shift",), change_dump=rolled(1)),
+        Recipe("rolled by a sequence", ("order", "shift"), change_dump=rolled(0)),
+        Recipe(
+            "first token twice",
+            OF_PROMPT,
+            change_prompts=lambda lab, rollout: [[BEGIN, *prompt] for prompt in rollout.prompts],
+        ),
+        Recipe(
+            "first token missing",
+            OF_PROMPT,
+            change_prompts=lambda lab, rollout: [prompt[1:] for prompt in rollout.prompts],
+        ),
+        Recipe(
+            "prompt's last token missing",
+            OF_PROMPT,
+            change_prompts=lambda lab, rollout: [prompt[:-1] for prompt in rollout.prompts],
+        ),
+        Recipe("another prefix", OF_PROMPT, change_prompts=after_prefix),
+        Recipe(
+            "every second reads the sequence before",
+            OF_CONTEXT,
+            change_prompts=after_neighbour,
+        ),
+        Recipe(
+            "positions restart at the answer",
+            (*OF_PROMPT, "trend"),
+            change_inputs=restarted_positions,
+        ),
+        Recipe("another rope_theta", (*OF_POSITIONS, "weights"), change_learner=other_theta),
+        Recipe(
+            "a window of 24 tokens",
+            ("template", *OF_POSITIONS),
+            change_inputs=sliding_window,
+        ),
+        Recipe("dropout in the learner", OF_WEIGHTS, change_learner=dropout),
+        Recipe(
+            f"a head's scores times {strength}",
+            OF_WEIGHTS,
+            change_learner=head_scaled(layers[0], strength),
+        ),
+        *[
+            Recipe(f"layer {x} not sent", OF_WEIGHTS, change_actor=not_sent(f"model.layers.{x}."))
+            for x in layers[:2]
+        ],
+        Recipe("the head not sent", OF_WEIGHTS, change_actor=not_sent("lm_head.")),
+        Recipe("the head tied to the embedding", OF_WEIGHTS, change_actor=tied_head),
+        Recipe("an adapter not merged", OF_WEIGHTS, change_actor=adapter(-1)),
+        Recipe(
+            "64 padded rows in the vocabulary",
+            ("truncation", *OF_WEIGHTS),
+            change_learner=larger_vocabulary,
+        ),
+        Recipe(
+            "tool tokens count, 0 there",
+            ("filler",),
+            roll=with_tool,
+            change_dump=lambda arrays, rollout: arrays | {"mask": rollout.is_read.numpy()},
+        ),
+        Recipe("padding counts, 0 there", ("filler",), change_dump=count_padding),
+        stale(1, 1e-5, on_dump=True),
+        stale(2, 1e-4, on_dump=True),
+        stale(1, 1e-3, on_dump=True),
+        stale(8, 1e-5, on_dump=False, **MANY),
+        stale(2, 1e-4, on_dump=False, **MANY),
+        stale(8, 1e-4, on_dump=False, **MANY),
+        stale(2, 1e-3, on_dump=False, **MANY),
+        stale(8, 1e-3, on_dump=False, **MANY),
+        sampled("top-k 1", ("greedy",), top_k=1),
+        sampled("no 3 tokens twice", ("repetition", "truncation"), no_repeat_ngram_size=3),
+        Recipe(
+            "rows reversed",
+            ("order",),
+            change_dump=reordered(lambda mask: np.arange(len(mask))[::-1]),
+        ),
+        Recipe("rows sorted by length", ("order",), change_dump=reordered(by_length)),
+        Recipe("rows of batches rolled", ("order", "shift"), change_dump=reordered(within_batches)),
+        Recipe("four rows exchanged", ("order",), change_dump=reordered(four_exchanged)),
+        Recipe("quarters rolled", ("order", "shift"), change_dump=rolled_pieces),
+        Recipe("a token missing, the rest one off", ("shift", "order"), change_dump=token_missing),
+        Recipe(
+            "the actor's in base 2", ("base", "temperature"), change_dump=in_base("actor_logp", 2)
+        ),
+        Recipe(
+            "the learner's in base 10",
+            ("base", "temperature"),
+            change_dump=in_base("learner_logp", 10),
+        ),
+        Recipe(
+            "float32 in both, 3 decimals of the actor's saved",
+            ("grid", "precision", "other"),
+            change_dump=rounded(3, "actor_logp"),
+            **IN_FLOAT32,
+        ),
+        Recipe(
+            "arrays swapped, top-p 0.9",
+            ("swapped", "mean ratio", "truncation"),
+            sampling={"top_p": 0.9},
+            change_dump=swapped,
+        ),
+        Recipe(
+            "arrays swapped, stale",
+            ("swapped", *OF_LEARNED_TOKENS),
+            lead=(8, 1e-3, False),
+            change_dump=swapped,
+        ),
+        Recipe(
+            "the loss mask is ignored",
+            ("filler",),
+            roll=with_tool,
+            change_dump=count_padding,
+        ),
+        Recipe(
+            "the tool's output in other tokens",
+            ("template", "padding", "other", "precision"),
+            roll=with_tool,
+            change_inputs=other_reply,
+        ),
+        Recipe("template bytes after the prompt", OF_PROMPT, change_prompts=before_suffix),
+        Recipe("packed without a mask", OF_CONTEXT, change_inputs=packed_together),
+        Recipe(
+            "weights sent after 64 tokens",
+            ("beginning", "template", *OF_OLD_WEIGHTS),
+            roll=sent_midway,
+        ),
+        Recipe(
+            "cached prompts of older weights",
+            (*OF_PROMPT, "padding", "stale"),
+            roll=stale_prefixes(1),
+        ),
+        Recipe(
+            "cached prompts of older weights in every second sequence",
+            (*OF_CONTEXT, "stale"),
+            roll=stale_prefixes(2),
+        ),
+        Recipe("one of four replicas is stale", ("padding", *OF_OLD_WEIGHTS), roll=stale_replica),
+        Recipe("a fifth by a draft", ("heavy tail", *OF_OLD_WEIGHTS), roll=of_draft),
+        Recipe("the embedding not sent", OF_WEIGHTS, change_actor=not_sent("model.embed_tokens.")),
+        Recipe("all weights are older", OF_OLD_WEIGHTS, change_actor=not_sent("")),
+        Recipe(f"the head times {larger}", OF_HEAD, change_actor=scaled("lm_head", larger)),
+        Recipe(
+            f"the final norm times {larger}", OF_HEAD, change_learner=scaled("model.norm", larger)
+        ),
+        Recipe(
+            f"the embedding times {largest}",
+            OF_WEIGHTS,
+            change_actor=scaled("model.embed_tokens", largest),
+        ),
+        Recipe("attention is not scaled", OF_WEIGHTS, change_actor=in_attention("scaling", 1.0)),
+        Recipe(
+            f"shards of layer {layers[1]} swapped",
+            OF_WEIGHTS,
+            change_actor=shards_swapped(layers[1]),
+        ),
+        Recipe("an adapter twice as strong", OF_WEIGHTS, change_actor=adapter(1)),
+        Recipe("3 added to 5 logits", OF_WEIGHTS, change_learner=biased(tokens)),
+        Recipe(
+            "float32 in both, rotary frequencies in bf16",
+            OF_POSITIONS,
+            change_actor=rounded_frequencies,
+            **IN_FLOAT32,
+        ),
+        *[
+            Recipe(
+                f"an expert not sent{words}",
+                OF_EXPERTS,
+                change_actor=expert_not_sent(layers[2]),
+                models=MOE,
+                **options,
+            )
+            for words, options in (("", {}), (", float32 in both", IN_FLOAT32))
+        ],
+        Recipe(
+            "a router not sent",
+            OF_EXPERTS,
+            change_actor=not_sent(f"model.layers.{layers[3]}.mlp.gate."),
+            models=MOE,
+        ),
+        Recipe("one expert less", OF_EXPERTS, change_actor=one_expert_less, models=MOE),
+        Recipe(
+            "float32 in both, routers in bf16",
+            OF_EXPERTS,
+            change_actor=routed_in(torch.bfloat16),
+            models=MOE,
+            **IN_FLOAT32,
+        ),
+        Recipe("the logits' softcap off", OF_HEAD, change_learner=final_softcap_off, models=GEMMA),
+        Recipe(
+            "the attention's softcap off",
+            OF_WEIGHTS,
+            change_learner=in_attention("attn_logit_softcapping", None),
+            models=GEMMA,
+        ),
+    ]
 
 
-def make(folder: Path) -> None:
-    """Makes the dumps of a trained decoder that are not there."""
+def make(folder: Path, repeats: int) -> None:
+    """Makes the dumps of a trained decoder that are not there, each recipe so many times.
+
+    Every second one has advantages.
+    """
     lab = Lab(folder)
+    recipes = [*SOUND, *bugs(lab.about["seed"])] * repeats
     (folder / "dumps").mkdir(exist_ok=True)
-    for number, recipe in enumerate(RECIPES):
+    for number, recipe in enumerate(recipes):
         path = folder / f"dumps/{number:03}.npz"
-        if path.exists():
+        if path.exists() or lab.about["model"] not in recipe.models:
             continue
+        recipe = recipe._replace(has_advantages=recipe.has_advantages or number % 2 == 1)
         # Two seeds for each dump: some sample twice
         arrays = recipe.make(lab, seed=1000 * lab.about["seed"] + 2 * number)
         truth = np.array(recipe.kinds or ("sound",))
         facts = {name: getattr(recipe, name) for name in ("what", "claims", "actor", "learner")}
         np.savez_compressed(path, **arrays, truth=truth, **facts)
-        print(f"{number + 1} of {len(RECIPES)}: {recipe.what}", flush=True)
+        print(f"{number + 1} of {len(recipes)}: {recipe.what}", flush=True)
 
 
 # What the report says
 
 UNDECIDED = "rounding or bug"
 UNEVEN = 0.5  # sample size of sequences below which a bug that is not seen does harm
-MARGIN = 1.0  # bits by which a dump may fall below a sound one of the same programs
 ARRAYS = "learner_logp", "actor_logp", "mask", "tokens", "advantages"
-REPORTS = (
-    "the report",
-    "the report with a precision",
-    f"the report with the bits of a sound dump, less {MARGIN:g}",
-)
+# What is given beside the log-probabilities
+GIVEN = ("all arrays", "no advantages", "no tokens", "neither")
+REPORTS = ("the report", "the report with a precision", "the report with a sound dump")
 
 
 class Judged(NamedTuple):
@@ -918,7 +1480,8 @@ class Judged(NamedTuple):
 
     `kinds`      the kinds of bug of which one should be named; empty if the dump is sound
     `is_16_bit`  whether both programs compute in the same format with 16 bits
-    `reports`    by REPORTS. The second and third are the first where no precision is claimed.
+    `reports`    by REPORTS. The others are the first where no precision is claimed, or where there
+                 is no sound dump of the same programs.
     `rms`        the root mean square of the log ratios
     """
 
@@ -938,26 +1501,33 @@ class Judged(NamedTuple):
         return said.kind in self.kinds if self.kinds else said.verdict != "bug"
 
 
-def judged(path: Path, bits: dict[str, float]) -> Judged:
-    """`bits` are those of the first sound dump, by the precision that it claims. If this dump is the
-    first, its own are added."""
+def judged(path: Path, sound: dict[tuple, dict], given: str) -> Judged:
+    """`sound` has the first sound dump, by what both programs compute in. If this dump is the first,
+    it is added."""
     with np.load(path) as file:
         dump = dict(file)
-    arrays = {name: dump[name] for name in ARRAYS if name in dump}
-    report = mismatch(**arrays)
+    left_out = {"all arrays": "", "neither": "tokens advantages"}.get(given, given[3:])
+    arrays = {name: dump[name] for name in ARRAYS if name in dump and name not in left_out}
     kinds = tuple(str(kind) for kind in dump["truth"] if kind != "sound")
-    claimed = str(dump["claims"])
-    if not kinds:
-        bits.setdefault(claimed, report.bits)
+    claimed, *programs = (str(dump[name]) for name in ("claims", "actor", "learner"))
+    report = mismatch(**arrays)
     reports = dict.fromkeys(REPORTS, report)
     if claimed:
-        least = bits[claimed] - MARGIN if claimed in bits else None
         reports[REPORTS[1]] = mismatch(**arrays, precision=claimed)
-        reports[REPORTS[2]] = mismatch(**arrays, precision=least)
+    if tuple(programs) in sound:
+        reports[REPORTS[2]] = mismatch(**arrays, sound=sound[tuple(programs)])
+    elif not kinds:
+        sound[tuple(programs)] = arrays
     gap = (arrays["learner_logp"] - arrays["actor_logp"]).astype(np.float64)
     squares = np.square(gap[arrays.get("mask", np.ones(gap.shape, bool))])
-    is_16_bit = str(dump["actor"]) == str(dump["learner"]) in ("bf16", "fp16")
-    return Judged(str(dump["what"]), kinds, is_16_bit, reports, float(np.sqrt(squares.mean())))
+    is_16_bit = programs[0] == programs[1] and claimed in ("bf16", "fp16")
+    rms = float(np.sqrt(np.nanmean(squares)))
+    return Judged(str(dump["what"]), kinds, is_16_bit, reports, rms)
+
+
+def folder_judged(folder: Path, given: str = GIVEN[0]) -> list[Judged]:
+    sound = {}
+    return [judged(path, sound, given) for path in sorted((folder / "dumps").glob("*.npz"))]
 
 
 def verdict_of(report: MismatchReport) -> str:
@@ -978,31 +1548,36 @@ def best_limit(dumps: list[Judged], numbers: list[float]) -> float:
     return float(limits[int(np.argmax(gains))])
 
 
-def summary(dumps: list[Judged]) -> str:
-    """A line for each way to judge."""
-    k3 = [x.report.kl_k3 for x in dumps]
-    rms = [x.rms for x in dumps]
-    of_nemo = [x.report.token_mult_prob_error for x in dumps]
+def rules_of(dumps: list[Judged]) -> dict[str, list[str]]:
+    """What each way to judge says of each dump."""
     verdicts = {name: [x.reports[name].verdict for x in dumps] for name in REPORTS}
+    k3 = [x.report.numbers.kl_k3 for x in dumps]
+    rms = [x.rms for x in dumps]
+    of_nemo = [x.report.numbers.token_mult_prob_error for x in dumps]
     for name, numbers, limit, words in (
-        ("k3", k3, best_limit(dumps, k3), ""),
-        ("root mean square", rms, best_limit(dumps, rms), ""),
+        ("k3", k3, best_limit(dumps, k3), ", the best limit"),
+        ("root mean square", rms, best_limit(dumps, rms), ", the best limit"),
         ("token_mult_prob_error", of_nemo, 1.05, " (NeMo-RL)"),
+        ("token_mult_prob_error", of_nemo, best_limit(dumps, of_nemo), ", the best limit"),
     ):
         rule = f"{name} above {limit:.3g}{words}"
         verdicts[rule] = ["bug" if number > limit else "rounding" for number in numbers]
-    verdicts["always rounding"] = ["rounding"] * len(dumps)
+    return verdicts | {"always rounding": ["rounding"] * len(dumps)}
+
+
+def summary(dumps: list[Judged]) -> str:
+    """A line for each way to judge."""
     is_bug = [bool(x.kinds) for x in dumps]
     is_sound = [not x for x in is_bug]
     in_16_bits = [not x.kinds and x.is_16_bit for x in dumps]
-    uneven = [x.kinds and x.report.sequence_sample_size < UNEVEN for x in dumps]
+    uneven = [x.kinds and x.report.numbers.sequence_sample_size < UNEVEN for x in dumps]
 
     def count(said: list[str], verdict: str, among: list[bool]) -> str:
         chosen = [word for word, is_in in zip(said, among, strict=True) if is_in]
         return f"{chosen.count(verdict)} of {len(chosen)}"
 
     rows = []
-    for name, said in verdicts.items():
+    for name, said in rules_of(dumps).items():
         right = undecided_bug = undecided_sound = "-"
         if name in REPORTS:  # the simple rules name no kind, and are never undecided
             right = f"{sum(x.is_right(name) for x in dumps if x.kinds)} of {sum(is_bug)}"
@@ -1032,12 +1607,23 @@ def summary(dumps: list[Judged]) -> str:
     return table_of(head, rows)
 
 
-RIGHT = {
-    (True, True): "yes",
-    (False, True): "with a precision",
-    (True, False): "without a precision",
-    (False, False): "no",
-}
+def table_of_given(folder: Path) -> str:
+    """What the report says with fewer arrays, and how many dumps more arrays make it judge worse."""
+    by_given = {given: folder_judged(folder, given) for given in GIVEN}
+    order = ("not judged", "exact", "rounding", UNDECIDED, "bug")
+
+    def how_right(dump: Judged) -> int:
+        place = order.index(dump.report.verdict)
+        return place if dump.kinds else -place
+
+    rows = []
+    for given, dumps in by_given.items():
+        pairs = zip(dumps, by_given[GIVEN[0]], strict=True)
+        worse = sum(how_right(fewer) > how_right(every) for fewer, every in pairs)
+        called = [x for x in dumps if x.report.verdict == "bug"]
+        bugs = sum(bool(x.kinds) for x in called)
+        rows.append([given, str(bugs), str(len(called) - bugs), str(worse)])
+    return table_of(("given", "bugs called a bug", "sound, called a bug", "judged better"), rows)
 
 
 def table_of_dumps(dumps: list[Judged]) -> str:
@@ -1046,8 +1632,8 @@ def table_of_dumps(dumps: list[Judged]) -> str:
         "what is done",
         "truth",
         "right",
-        "the report",
-        "with a precision",
+        "probability of a bug",
+        *REPORTS,
         "bits",
         "sample size of sequences",
         "k3",
@@ -1057,50 +1643,97 @@ def table_of_dumps(dumps: list[Judged]) -> str:
         [
             x.what,
             ", ".join(x.kinds) or "sound",
-            RIGHT[x.is_right(REPORTS[0]), x.is_right(REPORTS[1])],
-            verdict_of(x.report),
-            verdict_of(x.reports[REPORTS[1]]),
-            f"{x.report.bits:.1f}",
-            f"{x.report.sequence_sample_size:.2f}",
-            f"{x.report.kl_k3:.2g}",
-            f"{x.report.token_mult_prob_error:.3g}",
+            "yes" if x.is_right(REPORTS[0]) else "no",
+            f"{x.report.probability:.2f}",
+            *(verdict_of(x.reports[name]) for name in REPORTS),
+            f"{x.report.numbers.bits:.1f}",
+            f"{x.report.numbers.sequence_sample_size:.2f}",
+            f"{x.report.numbers.kl_k3:.2g}",
+            f"{x.report.numbers.token_mult_prob_error:.3g}",
         ]
         for x in sorted(dumps, key=lambda x: bool(x.kinds))
     ]
     return table_of(head, rows)
 
 
-def judge(folder: Path, out: Path) -> None:
-    """Writes the table of all dumps in a folder, and beside it that of the rules alone."""
-    bits = {}
-    dumps = [judged(path, bits) for path in sorted((folder / "dumps").glob("*.npz"))]
-    about = json.loads((folder / "about.json").read_text())
+def words_on(folder: Path) -> str:
+    """The decoder of a folder, in words."""
+    about = {"model": "llama", "text": "code"} | json.loads((folder / "about.json").read_text())
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    model = textwrap.fill(
-        f"A decoder of {about['parameters']:,} parameters, trained from seed {about['seed']} in "
-        f"{about['steps']} steps ({about['seconds']:.0f} seconds) to a loss of {about['loss']:.2f} "
-        f"nats a token on documents that it has not seen. {versions}.",
+    return textwrap.fill(
+        f"A {about['model']} of {about['parameters']:,} parameters, trained on {about['text']} "
+        f"from seed {about['seed']} in {about['steps']} steps ({about['seconds']:.0f} seconds) to a "
+        f"loss of {about['loss']:.2f} nats a token on documents that it has not seen. {versions}.",
         width=140,
     )
-    rules = summary(dumps)
-    write_tables(out, rules, table_of_dumps(dumps), model, short=f"{rules}\n\n{model}")
+
+
+def judge(folders: list[Path], out: Path) -> None:
+    """Writes the tables of all dumps in each folder, and beside them those of the rules alone."""
+    short = []
+    tables = []
+    for folder in folders:
+        dumps = folder_judged(folder)
+        short += [words_on(folder), summary(dumps)]
+        tables += [words_on(folder), summary(dumps), table_of_given(folder), table_of_dumps(dumps)]
+    write_tables(out, *tables, short="\n\n".join(short))
+
+
+def fit(folders: list[Path], out: Path) -> None:
+    """Fits how likely a gap is a bug, and writes what it was fitted to.
+
+    Logistic regression in `evidence_of`, in which bugs and sound dumps weigh the same, by Newton's
+    method with a small penalty. Each dump counts with all arrays and without tokens and advantages.
+    """
+    rows = []
+    for folder in folders:
+        for path in sorted((folder / "dumps").glob("*.npz")):
+            with np.load(path) as file:
+                dump = dict(file)
+            for left_out in ((), ("tokens", "advantages")):
+                arrays = {x: dump[x] for x in ARRAYS if x in dump and x not in left_out}
+                gap, fillers = without_fillers(Examined(**vars(gap_of(**arrays))))
+                symptoms = symptoms_of(gap)
+                if fillers is None and symptoms:
+                    is_bug = float(str(dump["truth"][0]) != "sound")
+                    rows.append({"is_bug": is_bug, **evidence_of(gap, symptoms)})
+    y = np.array([row["is_bug"] for row in rows])
+    x = np.array([[value for name, value in row.items() if name != "is_bug"] for row in rows])
+    weight = np.where(y == 1, 0.5 / y.mean(), 0.5 / (1 - y.mean()))
+    penalty = np.diag([0.0] + [1.0] * (x.shape[1] - 1))
+    fitted = np.zeros(x.shape[1])
+    for _ in range(50):
+        probability = 1 / (1 + np.exp(-x @ fitted))
+        slope = x.T @ (weight * (y - probability)) - penalty @ fitted
+        bend = (x * (weight * probability * (1 - probability))[:, None]).T @ x + penalty
+        fitted = fitted + np.linalg.solve(bend, slope)
+    short = [{name: f"{value:.4g}" for name, value in row.items()} for row in rows]
+    Journal(out, list(rows[0])).add(*short)
+    for name, value in zip([name for name in rows[0] if name != "is_bug"], fitted, strict=True):
+        print(f'    "{name}": {value:.3f},')
 
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("command", choices=("train", "make", "judge"))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("out", type=Path, nargs="?", help="the table of judge")
+    parser.add_argument("command", choices=("train", "make", "judge", "fit"))
+    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, help="the tables of judge, or the rows of fit")
     parser.add_argument("--seed", type=int, default=1007)
     parser.add_argument("--seconds", type=float, default=300, help="of training")
+    parser.add_argument("--model", choices=tuple(MODELS), default="llama")
+    parser.add_argument("--text", choices=tuple(VOCABULARY), default="code")
+    parser.add_argument("--repeats", type=int, default=1, help="of each dump of make")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
+    folder = options.folders[0]
     if options.command == "train":
-        train(options.folder, options.seed, options.seconds)
+        train(folder, options.seed, options.seconds, options.model, options.text)
     elif options.command == "make":
-        make(options.folder)
+        make(folder, options.repeats)
+    elif options.command == "fit":
+        fit(options.folders, options.out)
     else:
-        judge(options.folder, options.out)
+        judge(options.folders, options.out)
 
 
 if __name__ == "__main__":

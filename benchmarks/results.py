@@ -64,7 +64,8 @@ COMMANDS = {
     "benchmarks/results/stack_rules_measured.csv",
     "stack_rules": "python benchmarks/acting.py table benchmarks/results/stack_rules.md",
     # Is a gap of log-probabilities rounding or a bug?
-    "decoder_dumps": "python benchmarks/decoder_dumps.py judge DIR benchmarks/results/decoder_dumps.md",
+    "decoder_dumps": "python benchmarks/decoder_dumps.py judge DIR DIR DIR "
+    "--out benchmarks/results/decoder_dumps.md",
     # How long does one wait, beside what one would use instead?
     "waits": "python benchmarks/speed/arms.py waits benchmarks/results/waits.md",
     "from_start": "python benchmarks/speed/arms.py from_start benchmarks/results/from_start.md",

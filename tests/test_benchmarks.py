@@ -202,26 +202,15 @@ def three_dumps(module, patch) -> None:
     folder = Path("decoder/dumps")
     folder.mkdir(parents=True)
     about = {"parameters": 1, "seed": 1, "steps": 1, "seconds": 1.0, "loss": 1.0, "versions": {}}
+    about |= {"model": "llama", "text": "code"}
     (folder.parent / "about.json").write_text(json.dumps(about))
     shape = noise_dumps.DumpShape(32, 32, True)
-    for i, dump in enumerate(
-        (
-            noise_dumps.sound_dump(shape, "Gaussian", 0.001, 0),
-            noise_dumps.sound_dump(shape, "Gaussian", 0.01, 1),
-            noise_dumps.buggy_dump("temperature", shape, "Gaussian", 0.01, 0),
-        )
-    ):
-        np.savez(
-            folder / f"{i}.npz",
-            learner_logp=dump.learner_logp,
-            actor_logp=dump.actor_logp,
-            mask=dump.mask,
-            truth=np.array([dump.bug or "sound"]),
-            what=str(i),
-            claims="" if dump.bug else "bf16",
-            actor="bf16",
-            learner="bf16",
-        )
+    dumps = [noise_dumps.sound_dump(shape, "Gaussian", size, 0) for size in (0.001, 0.01, 0.01)]
+    dumps[2]["learner_logp"] *= 0.8
+    for i, dump in enumerate(dumps):
+        truth, claims = ("sound", "bf16") if i < 2 else ("temperature", "")
+        facts = {"truth": np.array([truth]), "what": str(i), "claims": claims}
+        np.savez(folder / f"{i}.npz", **dump, **facts, actor="bf16", learner="bf16")
 
 
 def one_line(module, patch) -> None:
@@ -425,13 +414,13 @@ SMOKE = {
     "decoder_dumps": Smoke(
         decoder_dumps,
         {
-            "decoder_dumps.md": ["| 2 | temperature | yes | bug: temperature | bug: temperature |"],
+            "decoder_dumps.md": ["| 2 | temperature | yes | "],
             "decoder_dumps_short.md": [
-                "| the report | 1 of 1 | 1 of 1 | 0 of 1 | 0 of 2 | 0 of 2 | 0 of 2 | 0 of 0 |",
+                "| the report | 1 of 1 | 1 of 1 | 0 of 1 | 0 of 2 | 0 of 2 | 0 of 2 | 0 of 1 |",
                 "| always rounding | 0 of 1 | - | - | 0 of 2 | - | 0 of 2 |",
             ],
         },
-        steps("judge decoder decoder_dumps.md"),
+        steps("judge decoder --out decoder_dumps.md"),
         prepare=three_dumps,
     ),
     "real_stacks": Smoke(

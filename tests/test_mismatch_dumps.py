@@ -73,6 +73,25 @@ SAME = {
     "verl in NumPy": {name: x.numpy() for name, x in VERL.items()},
     "TRL": {**TRL, "tool_mask": None},
     "OpenRLHF": {**OPENRLHF, "advantages": ADVANTAGES[:, None]},
+    "slime": {
+        "log_probs": rows_of(LEARNER),
+        "rollout_log_probs": rows_of(ACTOR),
+        "loss_masks": rows_of(IS_ANSWER.long()),
+        "advantages": ADVANTAGES,
+    },
+    "prime-rl": {
+        "trainer_logprobs": LEARNER,
+        "inference_logprobs": ACTOR,
+        "loss_mask": IS_ANSWER,
+        "advantages": ADVANTAGES,
+    },
+    "SkyRL": {
+        "action_log_probs": LEARNER,
+        "rollout_logprobs": ACTOR,
+        "response_mask": torch.ones(SEQUENCES, TOKENS),
+        "loss_mask": IS_ANSWER,
+        "advantages": ADVANTAGES,
+    },
     "columns": {**OURS, "advantages": ADVANTAGES[:, None].tolist()},
     "uint8": {**OURS, "mask": IS_ANSWER.to(torch.uint8)},
     "bfloat16": {**OURS, "mask": IS_ANSWER.bfloat16()},
@@ -92,9 +111,12 @@ SAME = {
 
 def assert_same(report, times: int = 1) -> None:
     assert report.verdict == "rounding"
-    assert (report.tokens, report.sequences) == (EXPECTED.tokens * times, SEQUENCES * times)
+    assert (report.numbers.tokens, report.numbers.sequences) == (
+        EXPECTED.numbers.tokens * times,
+        SEQUENCES * times,
+    )
     for name in ("kl_k3", "clipped_above", "sequence_sample_size", "clipped"):
-        assert getattr(report, name) == pytest.approx(getattr(EXPECTED, name)), name
+        assert getattr(report.numbers, name) == pytest.approx(getattr(EXPECTED.numbers, name))
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -110,7 +132,20 @@ def test_a_dump_of_any_stack_in_any_form_gives_the_same_report(name, tmp_path):
 def test_a_token_counts_if_it_is_in_both_masks_of_a_stack():
     counts = IS_ANSWER & IS_MODEL
     assert mismatch(TRL) == mismatch(LEARNER, ACTOR, counts, ADVANTAGES)
-    assert mismatch(NEMO).sequences == SEQUENCES - 3
+    assert mismatch(NEMO).numbers.sequences == SEQUENCES - 3
+
+
+def test_a_token_that_a_program_could_not_score_is_left_out_and_counted():
+    actor = ACTOR.clone()
+    actor[3, :2] = math.nan
+    report = mismatch({**TRL, "tool_mask": None, "sampling_per_token_logps": actor})
+    assert report.numbers.tokens == EXPECTED.numbers.tokens - 2
+    assert "note: 2 tokens are left out, because a program has NaN there" in report.notes
+
+
+def test_numbers_that_were_rounded_to_decimals_are_said_to_be():
+    report = mismatch(LEARNER.round(decimals=3), ACTOR.round(decimals=3), IS_ANSWER)
+    assert report.verdict == "rounding" and "steps of 0.001" in report.notes[-1]
 
 
 def halves(dump: dict) -> list[dict]:
@@ -181,7 +216,7 @@ REFUSED = {
     "learner_logp[1] is torch.int64": {"learner_logp": [SMALL_LEARNER[0], torch.zeros(3).long()]},
     "learner_logp has the shape (1, 2, 3)": {"learner_logp": SMALL_LEARNER[None]},
     "learner_logp has no tokens": {"learner_logp": SMALL_LEARNER[:0]},
-    "learner_logp is nan at [1, 0]": {"learner_logp": [SMALL_LEARNER[0], [None, -1.0, -1.0]]},
+    "learner_logp or actor_logp is NaN at each": {"learner_logp": np.full((2, 3), np.nan)},
     "learner_logp is 0.001 at [1, 2]": {"learner_logp": with_entry(SMALL_LEARNER, 0.001)},
     "learner_logp is object": {"learner_logp": np.full((2, 3), None)},
     "learner_logp is torch.complex64": {"learner_logp": LEARNER.to(torch.complex64)},
@@ -216,7 +251,8 @@ REFUSED = {
     "clip is '0.2'": {"clip": "0.2"},
     # Names
     "learner_logp is a dict, which has no learner_logp (or old_per_token_logps, old_log_probs, "
-    "action_log_probs, prev_logprobs): there is rollout_log_probs, \\n": {
+    "action_log_probs, prev_logprobs, log_probs, trainer_logprobs): there is rollout_log_probs, "
+    "\\n": {
         "learner_logp": {"rollout_log_probs": ACTOR, "\n": ACTOR},
         "actor_logp": None,
     },
@@ -228,10 +264,6 @@ REFUSED = {
     "mask is given twice": {"learner_logp": OURS, "actor_logp": None, "mask": IS_ANSWER},
     "learner_logp is a dict, which has learner_logp and old_log_probs: keep one": {
         "learner_logp": {**VERL, "learner_logp": LEARNER},
-        "actor_logp": None,
-    },
-    "learner_logp is a dict, which has completion_mask and response_mask: keep one": {
-        "learner_logp": {**VERL, "completion_mask": IS_ANSWER},
         "actor_logp": None,
     },
     "tool_mask has other sizes than completion_mask": {

@@ -115,7 +115,9 @@ def test_the_report_on_a_dump_has_the_same_numbers():
     learner = actor + 0.01 * torch.randn(64, 100, generator=noise)
     report = mismatch(learner, actor)
     assert report.verdict == "rounding"
-    assert [report.bits, report.horizon, report.kl_k3] == pytest.approx(REPORT, rel=2e-5)
+    assert [report.numbers.bits, report.numbers.horizon, report.numbers.kl_k3] == pytest.approx(
+        REPORT, rel=2e-5
+    )
 
 
 REPORT = [4.97012, 1036.04, 5.08555e-05]  # bits, horizon, k3

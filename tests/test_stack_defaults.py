@@ -51,7 +51,7 @@ def test_the_callback_for_grpo_trainer(monkeypatch, tmp_path):
     trainer.train()
     dump = read_dump(tmp_path / "dump.pt")
     report = mismatch(**dump)
-    assert report.sequences == 48
+    assert report.numbers.sequences == 48
 
 
 # Package, file, class, field, and its default in docs/stack_defaults_table.md

@@ -180,7 +180,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         type=Path,
         help="an .npz, .pt or .jsonl file with arrays learner_logp and actor_logp, "
         "[sequences, tokens], and perhaps mask, advantages, lengths and tokens, or with the names "
-        "that TRL, verl, OpenRLHF and NeMo-RL give them",
+        "that TRL, verl and other stacks give them",
     )
     dump.add_argument(
         "--stacks",
@@ -195,8 +195,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     dump.add_argument(
         "--precision",
-        help="what both programs compute in: fp32, tf32, fp16, bf16, int8, fp8, int4 or fp4; or "
-        "the bits that you expect, such as 5.4; then a gap that this cannot explain is a bug",
+        help="what both programs compute in: fp32, tf32, fp16, bf16, int8, fp8, int4 or fp4; then "
+        "a gap that this cannot explain is a bug",
+    )
+    dump.add_argument(
+        "--sound",
+        type=Path,
+        metavar="DUMP",
+        help="a dump of the same programs that is known to be sound, such as one before the first "
+        "update; then a gap that is twice as large is a bug",
     )
     dump.add_argument("--json", type=Path, metavar="FILE", help="also write the report to a file")
     if arguments[:1] == ["compare"]:
@@ -373,7 +380,8 @@ def run_mismatch(options: argparse.Namespace) -> int:
     if options.json:
         check_report_can_be_written(options.json)
     dump = read_dump(options.dump)
-    report = mismatch(**dump, clip=options.clip, precision=options.precision)
+    sound = read_dump(options.sound) if options.sound else None
+    report = mismatch(**dump, clip=options.clip, precision=options.precision, sound=sound)
     lines = [str(report)]
     if options.stacks:
         lines.append(report.stack_table())

@@ -31,19 +31,21 @@ KL divergence".
 import json
 import math
 import re
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 
 from .dump import COARSE, LARGEST, TINY, Gap, arrays_of, gap_of
-from .rules import RULES, StackShare, caps_line, kish, stack_table
+from .rules import RULES, StackShare, kish, stack_table
 from .symptoms import (
     BITS_LEFT,
     FEW_SEQUENCES,
     FEW_TOKENS,
-    Aligned,
+    Examined,
     Seen,
     bits_of,
+    correlation,
     ratio_in_line,
     standard_error,
     symptoms_of,
@@ -52,43 +54,82 @@ from .symptoms import (
 
 # What a kind of bug means, and what to do about it where that is sure. Otherwise what to look at.
 MEANING = {
-    "shift": "the learner's log-probabilities are those of other positions. Look at how labels are "
-    "shifted against logits, and at how the two arrays are aligned.",
+    "shift": "the learner's log-probabilities are those of other tokens. Look at how labels are "
+    "shifted against logits, at how the two arrays are aligned, and for a token that one of them "
+    "lacks. If nothing is shifted, the learner has other weights: look for an adapter that is not "
+    "applied.",
+    "order": "sequences, or pieces of them, are in another order in one of the arrays. Look at "
+    "sorting by length, at dynamic batches and at packed rows whose order was not undone.",
+    "base": "the two programs take logarithms of different bases.",
     "truncation": "the actor samples from a part of the distribution (top-p, top-k or min-p), and "
-    "its log-probabilities are those of that part. Turn it off, or ask the engine for "
-    "log-probabilities before it.",
+    "its log-probabilities are those of that part: turn it off (engines take defaults from "
+    "generation_config), or ask for log-probabilities before it. Or the learner's softmax has "
+    "tokens that the actor cannot sample, as padded rows of the vocabulary.",
     "temperature": "the log-probabilities have different temperatures. Either the engine "
     "returns those of raw logits (vLLM: set logprobs_mode=processed_logprobs first), or the "
     "learner does not divide its logits by the actor's temperature.",
     "repetition": "tokens that a sequence had before differ from new ones. Look at the engine's "
     "repetition, presence and frequency penalties.",
+    "weights": "the same tokens differ everywhere, as they do if the two programs have different "
+    "weights. If one of them quantizes its weights, say so, as in --precision int8. Otherwise look "
+    "at when weights are sent, and which: the head, embeddings, adapters (merged in bf16, scaled "
+    "twice, not applied), a bias of logits, tokens that the engine suppresses.",
     "padding": "some sequences differ more than others, as if they were read in another context. "
-    "Look at left padding, position ids, the attention mask and cached prefixes.",
-    "template": "all sequences differ from one position on. Look at the chat template, at tokens "
-    "that are added or left out there, and at a cache that has fewer bits from there on.",
+    "Look at left padding, position ids, the attention mask, packing, and prefixes that were "
+    "cached before weights were sent.",
+    "template": "sequences differ from one position on. Look at the tokens before it: the chat "
+    "template, a tool's reply that was tokenized again, and a cache that has fewer bits or older "
+    "weights there.",
     "beginning": "all sequences differ most at their beginning. Look at the prompt, the first "
-    "token, the padding before it and tokens that the engine suppresses there.",
+    "token, the padding before it, tokens that the engine suppresses there, and a prefix cache "
+    "that was not reset when weights were sent.",
     "last token": "the last tokens of sequences differ. Look at end tokens that are appended or "
     "forced, and at the length limit.",
     "trend": "the gap grows along the sequences. Look at position ids, the scaling of rotary "
-    "positions, the attention window and the bits of the cache.",
+    "positions, the attention window, the bits of the cache, and weights sent in mid-rollout.",
     "heavy tail": "few tokens, here and there, have most of the gap. Look at experts that the two "
-    "programs choose differently (routing), at other kernels, and at the tokens themselves.",
-    "stale": "the actor has older weights than the learner. Look at when weights are sent.",
+    "programs choose differently (replay the router's choice), at other kernels, and at the tokens "
+    "themselves.",
+    "stale": "the actor has older weights than the learner. Look at when weights are sent, and "
+    "whether this was saved before the learner trained on these tokens.",
     "filler": "some log-probabilities are fillers, not those of sampled tokens.",
     "greedy": "the actor's log-probabilities are all 0. Sample at the learner's temperature, and "
     "record the log-probabilities.",
     "mean ratio": "the mean ratio is above 1, which sampled tokens cannot give. Either the actor "
-    "sampled from another policy than its log-probabilities say, or the learner's do not sum to 1. "
+    "sampled from another policy than its log-probabilities say, or the learner's do not sum to 1, "
+    "or the two arrays are swapped. "
     "Tokens that were chosen by their reward, or that the learner has trained on, do this, too.",
-    "precision": "the gap is larger than the precision of both programs explains. Look for weights "
-    "that were not sent, dropout, another rope_theta, and places that compute in fewer bits.",
-    "other": "the gap is larger than rounding makes it, and nothing says why. Dropout in the "
-    "learner, old weights and another prompt do this.",
+    "precision": "the gap is larger than the precision of both programs, or the sound dump, "
+    "explains. Look for weights that were not sent, dropout, another rope_theta, and places that "
+    "compute in fewer bits.",
+    "other": "the gap is larger than rounding makes it, and nothing says why. Weights that were "
+    "not sent, an adapter that is not applied, dropout in the learner and another prompt do this.",
 }
-# Kinds of bugs that have a start.
-STARTS = ("beginning", "template")
-NEARLY_SEEN = 0.8  # of the limit
+# Other names of a precision
+ALIASES = {
+    "torch.bfloat16": "bf16",
+    "bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "float16": "fp16",
+    "torch.float32": "fp32",
+    "float32": "fp32",
+}
+# How much a unit of each of `evidence_of` raises the logit of the probability of a bug, fitted by
+# benchmarks/decoder_dumps.py to benchmarks/results/dumps_fit.csv
+WEIGHTS = {
+    "one": -1.319,
+    "k3": 0.486,
+    "bits": -0.331,
+    "exact": -1.069,
+    "symptom": 0.460,
+    "seen": 2.727,
+    "explained": 0.914,
+}
+LIKELY = 0.7  # probability from which on a gap is called a bug
+UNLIKELY = 0.3  # below it is called rounding
+LEAST_SPREAD = 0.5  # nats; where all log-probabilities are alike, they say nothing of arithmetic
+LEAST_SHARE = 0.01  # of the squared gap; what explains less is named only if nothing else is seen
+ENOUGH = 2 / 3  # of the squared gap; if kinds explain that much, no further one is named
 
 
 class MismatchReport(NamedTuple):
@@ -96,156 +137,113 @@ class MismatchReport(NamedTuple):
 
     `str(report)` has it in words, and `report.stack_table()` what RL stacks do with these tokens.
 
-    `verdict`               exact, rounding, bug or not judged; "rounding or bug" if there is no
-                            symptom, but the gap is that of very few bits
-    `kind`                  kind of the bug, one of MEANING's; empty if there is none
-    `causes`                kinds of bugs that may have made the gap, `kind` first
-    `symptoms`              all symptoms that were measured, the strongest first
-    `precision`             what both programs claim to compute in, or the bits that were expected;
-                            empty if nothing was claimed
-    `bits`                  bits of mantissa to which everything would have to be rounded to make
-                            such a gap: an estimate
-    `sequences`, `tokens`   number of sequences and tokens that count
-    `mean_length`           mean number of tokens in a sequence
-    `token_sample_size`     Kish's effective sample size of the tokens' ratios, as a share
-    `sequence_sample_size`  the same for the ratios of whole sequences; NaN for a single sequence
-    `horizon`, `horizon_low`, `horizon_high`, `token_horizon`
-                            H in tokens, its 95% interval, and what it would be of independent
-                            tokens
-    `horizons`              the mean length of sequences in horizons
-    `kl_k1`, `kl_k3`        two estimates of KL(mu || pi) per token, in nats
-    `mean_ratio`            mean of the tokens' ratios
-    `mean_ratio_error`      standard error of the mean ratio over sequences
-    `smallest_ratio`, `largest_ratio`
-                            extremes of the tokens' ratios; log ratios are limited to 300 in all
-                            numbers, so no ratio is above 2e130
-    `farthest`              sequence and position of the token whose log ratio is largest in size
-    `clip`                  PPO's clip
-    `clipped_above`         share of the tokens of positive advantage whose ratio is above 1 + clip;
-                            without advantages, share of all tokens
-    `clipped_below`         share of the tokens of negative advantage whose ratio is below 1 - clip;
-                            without advantages, share of all tokens
-    `clipped`               share of all tokens that PPO's clip drops; NaN without advantages
-    `token_mult_prob_error`
-                            mean of exp(|log ratio|), which NeMo-RL logs
-    `probs_diff_mean`, `probs_diff_max`
-                            absolute difference of the probabilities, which verl logs
-    `probs_correlation`     Pearson's correlation of the probabilities, which verl logs; NaN if they
-                            do not vary
-    `logp_diff_mean`, `logp_diff_max`
-                            absolute difference of the log-probabilities, which TRL logs
-    `stacks`                what each rule of the RL stacks does with these tokens (rules.py)
-    `notes`                 lines that say what limits the numbers
+    `verdict`      exact, rounding, bug or not judged; "rounding or bug" if it cannot be told
+    `probability`  probability that there is a bug, if half of all dumps have one; 0 if that is not
+                   judged
+    `kind`         kind of the bug, one of MEANING's; empty if there is none
+    `causes`       kinds of bugs that may have made the gap, `kind` first
+    `symptoms`     all symptoms that were measured: first those that are seen, by what they explain
+    `precision`    what both programs claim to compute in; empty if nothing was claimed
+    `numbers`      all numbers, such as `report.numbers.kl_k3` (`numbers_of` lists them)
+    `stacks`       what each rule of the RL stacks does with these tokens (rules.py)
+    `notes`        lines that say what limits the numbers
     """
 
     verdict: str
+    probability: float
     kind: str
     causes: tuple[str, ...]
     symptoms: tuple[Seen, ...]
     precision: str
-    bits: float
-    sequences: int
-    tokens: int
-    mean_length: float
-    token_sample_size: float
-    sequence_sample_size: float
-    horizon: float
-    horizon_low: float
-    horizon_high: float
-    token_horizon: float
-    horizons: float
-    kl_k1: float
-    kl_k3: float
-    mean_ratio: float
-    mean_ratio_error: float
-    smallest_ratio: float
-    largest_ratio: float
-    farthest: tuple[int, int]
-    clip: float
-    clipped_above: float
-    clipped_below: float
-    clipped: float
-    token_mult_prob_error: float
-    probs_diff_mean: float
-    probs_diff_max: float
-    probs_correlation: float
-    logp_diff_mean: float
-    logp_diff_max: float
+    numbers: SimpleNamespace
     stacks: tuple[StackShare, ...]
     notes: tuple[str, ...]
 
     @property
     def has_advantages(self) -> bool:
-        return not math.isnan(self.clipped)
+        return not math.isnan(self.numbers.clipped)
 
     def __str__(self) -> str:
         """The report in short lines. The first line has the verdict."""
-        return "\n".join([*self.headline(), *self.numbers(), *self.notes])
+        return "\n".join([*self.headline(), *self.lines(), *self.notes])
 
     def headline(self) -> list[str]:
         """The verdict, and lines that explain it."""
-        bits = f"arithmetic with about {max(self.bits, 0):.1f} bits of mantissa makes such a gap"
+        x = self.numbers
+        bits = f"arithmetic with about {max(x.bits, 0):.1f} bits of mantissa makes such a gap"
         lines = {
             "exact": ["exact: both policies give the same log-probabilities"],
             "not judged": [
-                f"not judged: {self.tokens} tokens are too few to tell rounding from a bug; "
+                f"not judged: {x.tokens} tokens are too few to tell rounding from a bug; "
                 f"give at least {FEW_TOKENS}"
             ],
-            "rounding": [f"rounding: no symptom of a bug; {bits}"],
+            "rounding": [
+                f"rounding: {bits}"
+                + (
+                    ""
+                    if self.has_advantages
+                    else "; give advantages, too, to tell old weights from rounding"
+                )
+            ],
             "rounding or bug": [
-                f"rounding or bug: no symptom, but {bits}",
+                f"rounding or bug: {bits}",
                 "  4-bit weights, a cache of 2 bits and FP8 in many layers do this; so do old "
                 "weights, weights that were not sent, dropout and another rope_theta",
-                "  say what both programs compute in, as in --precision bf16"
-                + ("" if self.has_advantages else ", and give advantages"),
+                "  give a sound dump, as in --sound earlier.npz, or say what both programs compute "
+                "in, as in --precision bf16" + ("" if self.has_advantages else ", and advantages"),
             ],
             "bug": [],
         }[self.verdict]
-        if self.verdict == "rounding" and not self.has_advantages:
-            lines.append("  give advantages, too, to tell old weights from rounding")
-        for kind in self.causes:
-            lines.append(f"{'also' if lines else 'bug'} ({kind}): {MEANING[kind]}")
-            least = NEARLY_SEEN if kind in STARTS else 1.0
-            of_kind = [x for x in self.symptoms if x.kind == kind and x.excess > least]
+        for number, kind in enumerate(self.causes):
+            seen = [symptom for symptom in self.symptoms if symptom.is_seen]
+            of_kind = [symptom for symptom in seen if symptom.kind == kind]
+            share = max((symptom.share for symptom in of_kind), default=0.0)
+            lines.append(
+                f"{'also' if number and share < 1 / 3 else 'bug'} ({kind}): {MEANING[kind]}"
+            )
             lines += [symptom.line for symptom in of_kind]
-        others = [x for x in self.symptoms if x.is_seen and x.kind not in self.causes]
-        return lines + [symptom.line for symptom in others]
+        return lines
 
-    def numbers(self) -> list[str]:
+    def lines(self) -> list[str]:
         """Lines with the numbers of the report."""
+        x = self.numbers
         interval = ""
-        if math.isfinite(self.horizon_low):
-            interval = f" (95% interval {amount(self.horizon_low)} to {amount(self.horizon_high)})"
-        together = ""
-        if self.horizon != self.token_horizon:
-            together = "; here ratios go together along a sequence"
-        above, below = f"{self.clipped_above:.2%} of", f"{self.clipped_below:.2%}"
-        clipped = f"{above} the tokens are above {1 + self.clip:g}, {below} below {1 - self.clip:g}"
+        if math.isfinite(x.horizon_low):
+            interval = f" (95% interval {amount(x.horizon_low)} to {amount(x.horizon_high)})"
+        single = []
+        if x.horizon != x.token_horizon:
+            single = [
+                f"  if tokens were independent: {amount(x.token_horizon)}; here ratios go together "
+                "along a sequence"
+            ]
+        above, below = f"{x.clipped_above:.2%} of", f"{x.clipped_below:.2%}"
+        clipped = f"{above} the tokens are above {1 + x.clip:g}, {below} below {1 - x.clip:g}"
         if self.has_advantages:
             clipped = (
-                f"would drop {self.clipped:.2%} of the tokens: {above} those with positive "
+                f"would drop {x.clipped:.2%} of the tokens: {above} those with positive "
                 f"advantage, {below} with negative"
             )
         return [
-            f"horizon: {amount(self.horizon)} tokens{interval}, after which the weights of "
+            f"probability of a bug: {self.probability:.2f}, if half of all dumps have one",
+            f"horizon: {amount(x.horizon)} tokens{interval}, after which the weights of "
             "sequences have an effective sample size of 0.9",
-            f"  if tokens were independent: {amount(self.token_horizon)}{together}",
-            f"lengths: sequences of {self.mean_length:,.1f} tokens are {amount(self.horizons)} "
+            *single,
+            f"lengths: sequences of {x.mean_length:,.1f} tokens are {amount(x.horizons)} "
             "horizons long",
-            f"effective sample size: {self.token_sample_size:.4f} of the tokens, "
-            f"{self.sequence_sample_size:.4f} of the sequences",
-            f"divergence: {self.kl_k1:.3g} nats a token (k1), {self.kl_k3:.3g} (k3)",
-            f"ratios: mean {ratio_in_line(self.mean_ratio)} ± {self.mean_ratio_error:.1g}, "
-            f"from {self.smallest_ratio:.3g} to {self.largest_ratio:.3g}",
+            f"effective sample size: {x.token_sample_size:.4f} of the tokens, "
+            f"{x.sequence_sample_size:.4f} of the sequences",
+            f"divergence: {x.kl_k1:.3g} nats a token (k1), {x.kl_k3:.3g} (k3)",
+            f"ratios: mean {ratio_in_line(x.mean_ratio)} "
+            f"(standard error {x.mean_ratio_error:.1g}), from {x.smallest_ratio:.3g} "
+            f"to {x.largest_ratio:.3g}",
             f"clip of pi / mu: {clipped}",
-            f"token_mult_prob_error: {ratio_in_line(self.token_mult_prob_error)} "
+            f"token_mult_prob_error: {ratio_in_line(x.token_mult_prob_error)} "
             "(the mean of exp |log ratio|)",
-            f"probabilities: differ by {self.probs_diff_mean:.2g} (mean) and "
-            f"{self.probs_diff_max:.2g} (largest), Pearson correlation "
-            f"{self.probs_correlation:.4f}",
-            f"log-probabilities: differ by {self.logp_diff_mean:.2g} (mean) and "
-            f"{self.logp_diff_max:.2g} (largest, at {list(self.farthest)})",
-            caps_line(self.stacks),
+            f"probabilities: differ by {x.probs_diff_mean:.2g} (mean) and "
+            f"{x.probs_diff_max:.2g} (largest), Pearson correlation "
+            f"{x.probs_correlation:.4f}",
+            f"log-probabilities: differ by {x.logp_diff_mean:.2g} (mean) and "
+            f"{x.logp_diff_max:.2g} (largest, at {list(x.farthest)})",
         ]
 
     def stack_table(self) -> str:
@@ -258,6 +256,7 @@ class MismatchReport(NamedTuple):
         NaN and infinity become null.
         """
         fields = self._asdict()
+        fields["numbers"] = vars(self.numbers)
         for name in ("symptoms", "stacks"):
             fields[name] = [row._asdict() for row in fields[name]]
         # NaN and infinity are names in Python's JSON.
@@ -286,8 +285,9 @@ def mismatch(
     advantages=None,
     clip: float = 0.2,
     lengths=None,
-    precision: str | float | None = None,
+    precision: str | None = None,
     tokens=None,
+    sound=None,
 ) -> MismatchReport:
     """Compares the learner's and the actor's log-probabilities of sampled tokens.
 
@@ -296,7 +296,7 @@ def mismatch(
         >>> report = mismatch(actor_logp.bfloat16(), actor_logp)
         >>> report.verdict
         'rounding'
-        >>> report.horizon > 100
+        >>> report.numbers.horizon > 100
         True
 
     `learner_logp`, `actor_logp`  log-probabilities of the same tokens, which the actor sampled, of
@@ -311,14 +311,18 @@ def mismatch(
     `clip`                        PPO's clip: how far a ratio may differ from 1
     `lengths`                     [sequences], the number of tokens of each sequence in a packed
                                   row: the differences of cumulated lengths (`cu_seqlens`)
-    `precision`                   what both programs claim to compute in, such as "bf16", or the
-                                  bits that you expect, such as those of a sound dump of your own,
-                                  less one; a gap that this cannot explain is then a bug
+    `precision`                   what both programs claim to compute in, such as "bf16" or
+                                  "torch.bfloat16"; a gap that this cannot explain is then a bug
     `tokens`                      the tokens' numbers in the vocabulary, in the same form; they show
-                                  whether tokens that occur again differ from new ones
+                                  whether the same tokens differ everywhere
+    `sound`                       a dump of the same two programs that is known to be sound, such as
+                                  one before the first update, as a dict of its arrays. A gap that
+                                  is twice as large is then a bug
 
     `learner_logp` may also be a dict that holds the arrays under these names, or under those of
-    TRL, verl, OpenRLHF or NeMo-RL, such as verl's `batch.batch`. What else it holds is left alone.
+    TRL, verl, OpenRLHF, SkyRL, ms-swift, NeMo-RL, slime or prime-rl, such as verl's `batch.batch`.
+    Where there are several masks, a token counts if it is in all. What else it holds is left alone.
+    Tokens at which a program has NaN are left out, and a note counts them.
 
     A verdict needs 256 tokens. Sequences and positions are compared if there are 16 sequences.
     Raises ValueError, with a message of one line, for arrays that cannot be log-probabilities of
@@ -332,51 +336,78 @@ def mismatch(
         lengths=lengths,
         tokens=tokens,
     )
-    gap = gap_of(**arrays)
     if not (isinstance(clip, int | float) and 0 < clip < 1):
         raise ValueError(f"clip is {clip!r}: use a number above 0 and below 1, such as 0.2")
+    precision = ALIASES.get(str(precision), precision)
     if precision is not None and precision not in BITS_LEFT:
-        try:
-            bits = float(precision)
-        except (TypeError, ValueError):
-            bits = math.nan
-        if not math.isfinite(bits):
-            raise ValueError(
-                f"precision is {precision!r}: use one of {', '.join(BITS_LEFT)}, or a number of "
-                "bits"
-            )
-        precision = bits
+        raise ValueError(f"precision is {precision!r}: use one of {', '.join(BITS_LEFT)}")
+    if sound is not None:
+        sound = Examined(**vars(gap_of(**arrays_of(sound))))
+    gap = Examined(**vars(gap_of(**arrays)), precision=precision, sound=sound)
     rest, fillers = without_fillers(gap)
-    symptoms = symptoms_of(rest, precision)
-    verdict, causes = judge(rest, symptoms)
-    if verdict == "rounding" and precision is None:
-        # Arithmetic of 16 bits leaves more than 4 bits of mantissa, and FP8 mostly does. Log ratios
-        # below 0.05 hardly matter, whatever made them.
-        if np.abs(rest.flat.log_ratio).mean() > 0.05 and bits_of(rest, is_robust=True) < 4:
-            verdict = "rounding or bug"
+    symptoms = symptoms_of(rest)
+    probability = probability_of(rest, symptoms)
+    verdict, causes = judge(rest, symptoms, probability)
     numbers = numbers_of(gap, float(clip))
-    notes = notes_on(gap, numbers["token_mult_prob_error"], "mask" in arrays, fillers is not None)
+    notes = notes_on(gap, numbers.token_mult_prob_error, "mask" in arrays, fillers is not None)
     if fillers:
-        notes.append(note_on_others(verdict, causes, rest))
+        says = f"{verdict}, of {max(bits_of(rest), 0):.1f} bits" if symptoms else verdict
+        notes.append(f"note: without these tokens, {rest.mask.sum():,} are left: {says}")
         verdict = "bug"
-        causes = [fillers.kind]
+        probability = 1.0
+        causes = [fillers.kind, *causes]
         symptoms = [fillers, *symptoms]
     return MismatchReport(
         verdict=verdict,
+        probability=probability,
         kind=causes[0] if causes else "",
         causes=tuple(causes),
         symptoms=tuple(symptoms),
-        precision="" if precision is None else str(precision),
+        precision=precision or "",
+        numbers=numbers,
+        stacks=tuple(StackShare.of(*rule, gap) for rule in RULES),
         notes=tuple(notes),
-        **numbers,
     )
 
 
 # The numbers of the report
 
 
-def numbers_of(gap: Gap, clip: float) -> dict:
-    """The fields of the report that are numbers."""
+def numbers_of(gap: Gap, clip: float) -> SimpleNamespace:
+    """The numbers of a report.
+
+    `bits`                  bits of mantissa to which everything would have to be rounded to make
+                            such a gap: an estimate
+    `sequences`, `tokens`   number of sequences and tokens that count
+    `mean_length`           mean number of tokens in a sequence
+    `token_sample_size`     Kish's effective sample size of the tokens' ratios, as a share
+    `sequence_sample_size`  the same for the ratios of whole sequences; NaN for a single sequence
+    `horizon`, `horizon_low`, `horizon_high`, `token_horizon`
+                            H in tokens, its 95% interval, and what it would be of independent
+                            tokens
+    `horizons`              the mean length of sequences in horizons
+    `kl_k1`, `kl_k3`        two estimates of KL(mu || pi) per token, in nats
+    `mean_ratio`            mean of the tokens' ratios
+    `mean_ratio_error`      standard error of the mean ratio over sequences
+    `smallest_ratio`, `largest_ratio`
+                            extremes of the tokens' ratios; log ratios are limited to 300 in all
+                            numbers, so no ratio is above 2e130
+    `farthest`              sequence and position of the token whose log ratio is largest in size
+    `clip`                  PPO's clip
+    `clipped_above`         share of the tokens of positive advantage whose ratio is above 1 + clip;
+                            without advantages, share of all tokens
+    `clipped_below`         share of the tokens of negative advantage whose ratio is below 1 - clip;
+                            without advantages, share of all tokens
+    `clipped`               share of all tokens that PPO's clip drops; NaN without advantages
+    `token_mult_prob_error`
+                            mean of exp(|log ratio|), which NeMo-RL logs
+    `probs_diff_mean`, `probs_diff_max`
+                            absolute difference of the probabilities, which verl logs
+    `probs_correlation`     Pearson's correlation of the probabilities, which verl logs; 0 if they
+                            do not vary
+    `logp_diff_mean`, `logp_diff_max`
+                            absolute difference of the log-probabilities, which TRL logs
+    """
     learner_probs = np.exp(gap.flat.learner)
     actor_probs = np.exp(gap.flat.actor)
     log_ratio = gap.flat.log_ratio
@@ -384,43 +415,35 @@ def numbers_of(gap: Gap, clip: float) -> dict:
     is_used = gap.mask.any(1)
     by_sequence = gap.log_ratio.sum(1)[is_used]
     mean_length = float(gap.mask.sum(1)[is_used].mean())
-    horizons = horizons_of(Aligned.of(gap))
+    horizons = horizons_of(gap)
     probs_difference = np.abs(learner_probs - actor_probs)
-    return {
-        "bits": bits_of(gap),
-        "sequences": gap.sequences,
-        "tokens": len(log_ratio),
-        "mean_length": mean_length,
-        "token_sample_size": kish(np.exp(log_ratio - log_ratio.max())),
-        "sequence_sample_size": (
+    return SimpleNamespace(
+        bits=bits_of(gap),
+        sequences=gap.sequences,
+        tokens=len(log_ratio),
+        mean_length=mean_length,
+        token_sample_size=kish(np.exp(log_ratio - log_ratio.max())),
+        sequence_sample_size=(
             kish(np.exp(by_sequence - by_sequence.max())) if gap.sequences > 1 else math.nan
         ),
         **horizons,
-        "horizons": mean_length / horizons["horizon"],
-        "kl_k1": float(-log_ratio.mean()),
-        "kl_k3": float((excess - log_ratio).mean()),
-        "mean_ratio": 1 + float(excess.mean()),
-        "mean_ratio_error": standard_error(gap.excess, gap.mask),
-        "smallest_ratio": 1 + float(excess.min()),
-        "largest_ratio": 1 + float(excess.max()),
-        "farthest": gap.farthest,
-        "clip": clip,
+        horizons=mean_length / horizons["horizon"],
+        kl_k1=float(-log_ratio.mean()),
+        kl_k3=float((excess - log_ratio).mean()),
+        mean_ratio=1 + float(excess.mean()),
+        mean_ratio_error=standard_error(gap.excess, gap.mask),
+        smallest_ratio=1 + float(excess.min()),
+        largest_ratio=1 + float(excess.max()),
+        farthest=gap.farthest,
+        clip=clip,
         **clipped_shares(gap, clip),
-        "token_mult_prob_error": float(np.exp(np.minimum(np.abs(log_ratio), LARGEST)).mean()),
-        "probs_diff_mean": float(probs_difference.mean()),
-        "probs_diff_max": float(probs_difference.max()),
-        "probs_correlation": pearson(learner_probs, actor_probs),
-        "logp_diff_mean": float(np.abs(log_ratio).mean()),
-        "logp_diff_max": float(np.abs(log_ratio).max()),
-        "stacks": tuple(StackShare.of(*rule, gap) for rule in RULES),
-    }
-
-
-def pearson(x: np.ndarray, y: np.ndarray) -> float:
-    x = x - x.mean()
-    y = y - y.mean()
-    size = math.sqrt(float(x @ x) * float(y @ y))
-    return float(x @ y) / size if size > 0 else math.nan
+        token_mult_prob_error=float(np.exp(np.minimum(np.abs(log_ratio), LARGEST)).mean()),
+        probs_diff_mean=float(probs_difference.mean()),
+        probs_diff_max=float(probs_difference.max()),
+        probs_correlation=correlation(learner_probs, actor_probs),
+        logp_diff_mean=float(np.abs(log_ratio).mean()),
+        logp_diff_max=float(np.abs(log_ratio).max()),
+    )
 
 
 def clipped_shares(gap: Gap, clip: float) -> dict[str, float]:
@@ -446,7 +469,7 @@ def clipped_shares(gap: Gap, clip: float) -> dict[str, float]:
 # The horizon
 
 
-def horizons_of(gap: Aligned) -> dict[str, float]:
+def horizons_of(gap: Examined) -> dict[str, float]:
     """The horizon in tokens, its 95% interval, and what it would be of independent tokens.
 
     The interval is a bootstrap over sequences; NaN for a single sequence or an infinite horizon.
@@ -454,13 +477,13 @@ def horizons_of(gap: Aligned) -> dict[str, float]:
     sums, counts = squares_of(gap, 1)
     single = horizon_of(1, sums.sum() / counts.sum())
     length, horizon = 1, single
-    while 2 * length <= min(gap.mask.shape[1], 2 * horizon):
-        longer_sums, longer_counts = squares_of(gap, 2 * length)
-        if longer_counts.sum() < 32:  # the spread of fewer products is chance
-            break
+    longer = squares_of(gap, 2)
+    # The spread of fewer than 32 products is chance
+    while 2 * length <= min(gap.mask.shape[1], 2 * horizon) and longer[1].sum() >= 32:
         length *= 2
-        sums, counts = longer_sums, longer_counts
+        sums, counts = longer
         horizon = horizon_of(length, sums.sum() / counts.sum())
+        longer = squares_of(gap, 2 * length)
     if horizon * 1.5 >= single:  # ratios hardly go together
         length, horizon = 1, single
         sums, counts = squares_of(gap, 1)
@@ -479,14 +502,11 @@ def horizons_of(gap: Aligned) -> dict[str, float]:
     }
 
 
-def squares_of(gap: Aligned, length: int) -> tuple[np.ndarray, np.ndarray]:
+def squares_of(gap: Examined, length: int) -> tuple[np.ndarray, np.ndarray]:
     """(ratio - 1)^2 of products of `length` neighbouring ratios.
 
     Their sum over each sequence, [S], and the number of products that it has, [S].
     """
-    if length == 1:
-        squares = np.where(gap.mask, np.square(gap.excess), 0.0)
-        return squares.sum(1), gap.lengths
     until = np.pad(np.cumsum(gap.log_ratio, axis=1), ((0, 0), (1, 0)))
     starts = np.arange(0, gap.mask.shape[1] - length + 1, length)
     is_whole = starts + length <= gap.lengths[:, None]  # the sequence has all of these tokens
@@ -506,70 +526,78 @@ def horizon_of(length: int, spread: float) -> float:
 # The verdict
 
 
-def judge(gap: Gap, symptoms: list[Seen]) -> tuple[str, list[str]]:
-    """The verdict, and the kinds of bugs in order. `symptoms` begin with the strongest."""
+def evidence_of(gap: Gap, symptoms: list[Seen]) -> dict[str, float]:
+    """What the probability of a bug is computed from.
+
+    `k3`         decades of k3 above 1e-8
+    `bits`       bits of mantissa that make such a gap
+    `exact`      share of the tokens of which both programs say the same
+    `symptom`    how often the strongest symptom doubles its limit
+    `seen`       1 if a symptom is seen
+    `explained`  share of the squared gap that the first symptom explains, if it is seen
+    """
+    k3 = float((gap.flat.excess - gap.flat.log_ratio).mean())
+    bits = float(np.log2(0.55 * max(gap.flat.actor.std(), LEAST_SPREAD) / max(gap.rms, TINY)))
+    claims = [symptom for symptom in symptoms if symptom.kind == "precision"]
+    if claims and not any(claim.is_seen for claim in claims):
+        # The claim explains the gap, which then counts as one of bfloat16
+        k3 = min(k3, 1e-4)
+        bits = max(bits, 6.0)
+    strongest = max(symptom.excess for symptom in symptoms)
+    first = symptoms[0]
+    return {
+        "one": 1.0,
+        "k3": float(np.clip(np.log10(max(k3, TINY)) + 8, 0, 9)),
+        "bits": float(np.clip(bits, -3, 12)),
+        "exact": float((gap.flat.log_ratio == 0).mean()),
+        "symptom": float(np.clip(np.log2(max(strongest, TINY)), -2, 2)),
+        "seen": float(first.is_seen),
+        "explained": float(np.nan_to_num(first.share) if first.is_seen else 0.0),
+    }
+
+
+def probability_of(gap: Gap, symptoms: list[Seen]) -> float:
+    """The probability of a bug, if half of all dumps have one: logistic in `evidence_of`."""
+    if not symptoms:
+        return 0.0
+    evidence = evidence_of(gap, symptoms)
+    logit = sum(WEIGHTS[name] * value for name, value in evidence.items())
+    return 1 / (1 + math.exp(-logit))
+
+
+def judge(gap: Gap, symptoms: list[Seen], probability: float) -> tuple[str, list[str]]:
+    """The verdict, and the kinds of bugs in order."""
     if not gap.log_ratio.any():
         return "exact", []
     if not symptoms:
         return "not judged", []
-    seen = [symptom for symptom in symptoms if symptom.is_seen]
-    if any(symptom.kind in STARTS for symptom in seen):
-        # Another prompt makes log-probabilities as unlike as other labels do, but from a place on.
-        seen = [x for x in seen if x.name != "log-probabilities of other labels"]
-    kinds = list(dict.fromkeys(symptom.kind for symptom in seen))
-    if not kinds:
+    if probability < UNLIKELY:
         return "rounding", []
-    # A bug of one of these kinds often has symptoms of other kinds, too. The first one seen is
-    # named, and beside it only the kinds in brackets, which it does not explain.
-    leading_kinds = {
-        "shift": (),
-        "temperature": ("truncation",),
-        "truncation": (),
-        "stale": (),
-        "repetition": ("beginning", "last token"),
-    }
-    for leading, beside in leading_kinds.items():
-        if leading in kinds:
-            return "bug", [leading, *(kind for kind in beside if kind in kinds)]
-    # These say that something is wrong, the other kinds say what.
-    vague = [x for x in ("mean ratio", "heavy tail", "precision", "other") if x in kinds]
-    named = [kind for kind in kinds if kind not in vague]
-    if not named:
-        # That there is a bug is certain, so a weaker symptom is enough to say where it begins.
-        starts = [x.kind for x in symptoms if x.kind in STARTS and x.excess > NEARLY_SEEN]
-        named = list(dict.fromkeys(starts))
-    # Few tokens, here and there, make sequences or positions differ by chance, too. So a heavy tail
-    # must exceed its limit twice as far as others theirs.
-    of_places = ("padding", "template", "beginning", "last token", "trend")
-    tail = max((x.excess for x in symptoms if x.kind == "heavy tail"), default=0.0)
-    places = max((x.excess for x in symptoms if x.kind in of_places), default=0.0)
-    if tail > max(1.0, 2 * places):
-        named.insert(0, "heavy tail")
-    if len(named) > 1 and "trend" in named:
-        named.remove("trend")  # a larger gap at some positions is a trend, too
-    return "bug", named or vague[:1]
+    if probability < LIKELY:
+        return "rounding or bug", []
+    return "bug", kinds_of(symptoms) or ["other"]
 
 
-def note_on_others(verdict: str, causes: list[str], gap: Gap) -> str:
-    """What the tokens that are no fillers look like."""
-    if not gap.mask.any():
-        return "note: no other tokens are left to judge"
-    bits = f"{max(bits_of(gap), 0):.1f} bits"
-    says = {
-        "rounding": f", and they look like rounding to {bits}",
-        "rounding or bug": f", with a gap as of {bits}: rounding or a bug",
-    }.get(verdict, f": {verdict}")
-    if verdict == "bug":
-        says = f", and they have a bug ({causes[0]}): {MEANING[causes[0]]}"
-    return f"note: without these tokens, {gap.mask.sum():,} are left{says}"
+def kinds_of(symptoms: list[Seen]) -> list[str]:
+    """The kinds of bugs whose symptoms are seen, from what explains most of the squared gap on,
+    until two thirds are explained."""
+    shares = {}
+    for symptom in symptoms:
+        if symptom.is_seen:
+            shares.setdefault(symptom.kind, symptom.share)
+    kinds = []
+    explained = 0.0
+    for kind, share in shares.items():
+        if not kinds or (explained < ENOUGH and share > LEAST_SHARE):
+            kinds.append(kind)
+            explained += np.nan_to_num(share)
+    return kinds
 
 
 def notes_on(gap: Gap, error: float, has_mask: bool, has_fillers: bool) -> list[str]:
     """Lines that say what limits the numbers of the report. `error` is token_mult_prob_error."""
     zeros = float(((gap.flat.learner == 0) & (gap.flat.actor == 0)).mean())
     has_zeros = zeros > 0.05
-    largest = float(-gap.actor.min())
-    step = gap.step * 2.0 ** math.floor(math.log2(max(largest, TINY)))
     notes = (
         (
             error > 1.05,
@@ -582,15 +610,18 @@ def notes_on(gap: Gap, error: float, has_mask: bool, has_fillers: bool) -> list[
             f"note: sequences and positions are compared with {FEW_SEQUENCES} sequences or more",
         ),
         (
+            gap.unscored > 0,
+            f"note: {gap.unscored:,} tokens are left out, because a program has NaN there",
+        ),
+        (
             has_zeros,
             f"note: both log-probabilities are exactly 0 at {zeros:.0%} of the tokens. If these "
             "are fillers, mask them: they make the gap look smaller.",
         ),
         (
-            gap.step > COARSE and largest > 0,
-            f"note: the file's type has steps of {step:.2g} near a log-probability of "
-            f"{-largest:.1f}. A gap of that size is the file's, so the horizon is a lower bound. "
-            "Save float32.",
+            gap.step > COARSE,
+            f"note: the file's numbers have steps of {gap.step:.2g} at a log-probability of -1. A "
+            "gap of that size is the file's, so the horizon is a lower bound. Save float32.",
         ),
         (
             not has_mask and (has_fillers or has_zeros),

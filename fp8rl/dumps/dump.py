@@ -22,7 +22,7 @@ import functools
 import json
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +30,9 @@ import torch
 
 LEARNER = "learner_logp"
 ACTOR = "actor_logp"
-# Names of an array: here, in TRL, verl, OpenRLHF and NeMo-RL. AReaL's are not among them, because
-# its two arrays are not of the same tokens before it has shifted one of them.
+# Names of an array: here, in TRL and ms-swift, verl, OpenRLHF and SkyRL, NeMo-RL, slime and
+# prime-rl. AReaL's are not among them, because its two arrays are not of the same tokens before it
+# has shifted one of them.
 NAMES = {
     LEARNER: (
         "learner_logp",
@@ -39,8 +40,18 @@ NAMES = {
         "old_log_probs",
         "action_log_probs",
         "prev_logprobs",
+        "log_probs",
+        "trainer_logprobs",
     ),
-    ACTOR: ("actor_logp", "sampling_per_token_logps", "rollout_log_probs", "generation_logprobs"),
+    ACTOR: (
+        "actor_logp",
+        "sampling_per_token_logps",
+        "rollout_per_token_logps",
+        "rollout_log_probs",
+        "rollout_logprobs",
+        "generation_logprobs",
+        "inference_logprobs",
+    ),
     "advantages": ("advantages",),
     "lengths": ("lengths",),
     "tokens": ("tokens", "completion_ids", "responses"),
@@ -54,6 +65,8 @@ NAMES = {
         "sample_mask",
         "token_loss_mask",  # so NeMo-RL calls them in the files that it writes
         "sample_loss_mask",
+        "loss_mask",
+        "loss_masks",
     ),
 }
 KNOWN = {name for names in NAMES.values() for name in names}
@@ -79,20 +92,23 @@ LARGEST = 300.0
 
 @dataclass(frozen=True, eq=False)
 class Gap:
-    """The learner's and the actor's log-probabilities of the same tokens.
+    """The learner's and the actor's log-probabilities of the same tokens, each sequence from 0 on.
 
     pi is the learner's policy and mu the actor's, which sampled the tokens:
 
         ratio = pi / mu          d = log ratio = learner - actor
 
-    All arrays are [S, T]; those of `flat` are [tokens].
+    All arrays are [S, T]; those of `flat` are [tokens]. The tokens that count come first in each
+    row, for example answers without their prompts. T is the number of them in the longest sequence.
 
-    `learner`, `actor`  float64, and 0 where `mask` is False
+    `learner`, `actor`  float32, or float64 if a program gave that, and 0 where `mask` is False
     `mask`              which tokens count
     `step`              distance of neighbouring numbers at 1 in the type in which the
-                        log-probabilities were saved
+                        log-probabilities were saved, or of the decimals that they were rounded to
     `advantages`        of the tokens; None if there are none
     `tokens`            their numbers in the vocabulary; None if they are not given
+    `columns`           the tokens' columns in the rows of the dump
+    `unscored`          the number of tokens that are left out, because a program has NaN there
     """
 
     learner: np.ndarray
@@ -101,11 +117,24 @@ class Gap:
     step: float
     advantages: np.ndarray | None = None
     tokens: np.ndarray | None = None
+    columns: np.ndarray | None = None
+    unscored: int = 0
+
+    def aligned(self) -> "Gap":
+        """The same, with the tokens that count first in each row."""
+        longest = int(self.mask.sum(1).max())
+        if longest == self.mask.shape[1] and self.mask.all():
+            return self
+        order = np.argsort(~self.mask, axis=1, kind="stable")[:, :longest]
+        names = ("learner", "actor", "mask", "advantages", "tokens", "columns")
+        arrays = {name: getattr(self, name) for name in names}
+        moved = {k: np.take_along_axis(x, order, 1) for k, x in arrays.items() if x is not None}
+        return replace(self, **moved)
 
     @functools.cached_property
     def log_ratio(self) -> np.ndarray:
-        """log pi / mu, [S, T]."""
-        return self.learner - self.actor
+        """log pi / mu, float64 [S, T]."""
+        return np.subtract(self.learner, self.actor, dtype=np.float64)
 
     @functools.cached_property
     def excess(self) -> np.ndarray:
@@ -115,8 +144,9 @@ class Gap:
     @functools.cached_property
     def flat(self) -> "Gap":
         """The tokens that count alone, in arrays [tokens]."""
-        arrays = (x[self.mask] for x in (self.learner, self.actor, self.mask))
-        return Gap(*arrays, self.step)
+        all_count = self.mask.all()
+        arrays = (self.learner, self.actor, self.mask)
+        return Gap(*(x.ravel() if all_count else x[self.mask] for x in arrays), self.step)
 
     @property
     def rms(self) -> float:
@@ -131,8 +161,8 @@ class Gap:
     @property
     def farthest(self) -> tuple[int, int]:
         """The row and the column of the token whose log ratio is largest in size."""
-        size = np.abs(self.log_ratio)
-        return tuple(np.argwhere(size == size.max())[0].tolist())
+        row, place = np.unravel_index(np.abs(self.log_ratio).argmax(), self.mask.shape)
+        return int(row), int(self.columns[row, place])
 
 
 # Files
@@ -270,17 +300,11 @@ def take_arrays(subject: str, content: Mapping) -> dict:
     keys = content.keys()
     names = [x for x in keys if x not in KNOWN or not isinstance(content[x], str | None)]
     listed = ", ".join(ascii(name).strip("'") for name in names[:24]) or "nothing in it"
-    # Where a stack has two masks, a token counts if it is in both.
-    pairs_of_masks = (
-        ["completion_mask", "tool_mask"],
-        ["token_mask", "sample_mask"],
-        ["token_loss_mask", "sample_loss_mask"],
-    )
     arrays = {}
     for role, known in NAMES.items():
         present = [name for name in known if name in names]
-        if present in pairs_of_masks:
-            arrays[role] = both_masks(*present, content)
+        if role == "mask" and len(present) > 1:
+            arrays[role] = functools.reduce(both_masks, [(x, content[x]) for x in present])[1]
         elif len(present) > 1:
             raise ValueError(
                 f"{subject}, which has {present[0]} and {present[-1]}: keep one; there is {listed}"
@@ -303,17 +327,22 @@ def sizes_of(x) -> list | tuple:
     return [np.shape(row) for row in x] if isinstance(x, list | tuple) else tuple(x.shape)
 
 
-def both_masks(first: str, second: str, content: Mapping) -> list:
-    """A mask of the tokens that are in both masks, the second of which may be of sequences."""
+def both_masks(one: tuple, other: tuple) -> tuple[str, list]:
+    """A mask of the tokens that are in both masks, one of which may be of sequences.
+
+    Masks are pairs of a name and an array.
+    """
+    (first, x), (second, y) = one, other
     try:
-        return [
-            array_of("mask", x, first)[0] * array_of("mask", y, second)[0]
-            for x, y in zip(opened(content[first]), opened(content[second]), strict=True)
+        rows = [
+            array_of("mask", a, first)[0] * array_of("mask", b, second)[0]
+            for a, b in zip(opened(x), opened(y), strict=True)
         ]
     except ValueError as error:
         raise ValueError(
             f"{second} has other sizes than {first}: give masks of the same tokens"
         ) from error
+    return first, rows
 
 
 # Arrays
@@ -349,6 +378,11 @@ def gap_of(learner_logp, actor_logp, mask=None, advantages=None, lengths=None, t
         is_used = values == 1
     if not is_used.any():
         raise ValueError("mask is False everywhere: give at least one token that counts")
+    # So stacks mark tokens whose log-probability the engine did not return
+    is_unscored = is_used & (np.isnan(learner) | np.isnan(actor))
+    is_used = is_used & ~is_unscored
+    if not is_used.any():
+        raise ValueError(f"{LEARNER} or {ACTOR} is NaN at each token that counts: give numbers")
     check_log_probabilities(LEARNER, learner, is_used, step_of_learner)
     check_log_probabilities(ACTOR, actor, is_used, step_of_actor)
     if advantages is not None:
@@ -362,13 +396,31 @@ def gap_of(learner_logp, actor_logp, mask=None, advantages=None, lengths=None, t
         check("tokens", values, is_token & (values != np.floor(values)))
         tokens = np.where(is_token, values, 0.0)
     return Gap(
-        np.where(is_used, learner, 0.0),
-        np.where(is_used, actor, 0.0),
+        np.where(is_used, learner, np.zeros_like(learner)),
+        np.where(is_used, actor, np.zeros_like(actor)),
         is_used,
-        max(step_of_learner, step_of_actor, 2.0**-23),  # policies compute in float32 at best
+        # Policies compute in float32 at best
+        max(
+            step_of_learner,
+            step_of_actor,
+            *map(grid_of, (learner[is_used], actor[is_used])),
+            2**-23,
+        ),
         advantages,
         tokens,
-    )
+        np.broadcast_to(np.arange(counts.max(), dtype=np.int32), is_used.shape),
+        int(is_unscored.sum()),
+    ).aligned()
+
+
+def grid_of(values: np.ndarray) -> float:
+    """The distance of the numbers' grid, if they were rounded to 2 to 4 decimals; otherwise 0."""
+    for distance in (1e-2, 1e-3, 1e-4):
+        is_on_grid = np.abs(values / distance - np.round(values / distance)) < 0.05
+        # A few different numbers are on a grid by chance
+        if is_on_grid.all() and len(np.unique(values)) > 16:
+            return distance
+    return 0.0
 
 
 def rows_of_advantages(
@@ -421,7 +473,7 @@ def check_log_probabilities(
 ) -> None:
     """Raises ValueError if a number cannot be the log-probability of a sampled token."""
     most = 1e-3 if step > COARSE else 1e-5  # so far above 0 may rounding bring it
-    # A token with a log-probability below -1e4 was not sampled. NaN is not possible either.
+    # A token with a log-probability below -1e4 was not sampled.
     is_wrong = is_used & ~((values <= most) & (values >= -1e4))
     fix = "mask fillers and other tokens that do not count"
     if (is_used & (values > most)).any():
@@ -444,7 +496,7 @@ def padded(role: str, rows: list[np.ndarray], counts: np.ndarray) -> np.ndarray:
             f"{role} has {len(rows):,} sequences, and actor_logp has {len(counts):,}: give {role} "
             "of the same tokens"
         )
-    values = np.full((len(rows), counts.max()), np.nan)
+    values = np.full((len(rows), counts.max()), np.nan, np.result_type(*rows))
     for i, row in enumerate(rows):
         if len(row) != counts[i]:
             raise ValueError(
@@ -456,7 +508,7 @@ def padded(role: str, rows: list[np.ndarray], counts: np.ndarray) -> np.ndarray:
 
 
 def rows_of(role: str, x, lengths: np.ndarray | None) -> tuple[list[np.ndarray], float]:
-    """The numbers of each sequence, as float64, and the step of their type."""
+    """The numbers of each sequence, and the step of their type."""
     x = opened(x)
     if isinstance(x, list | tuple) and depth_of(x) == 2:
         pairs = [array_of(role, row, f"{role}[{i}]") for i, row in enumerate(x)]
@@ -500,7 +552,8 @@ def depth_of(x) -> int:
 
 
 def array_of(role: str, x, name: str = "") -> tuple[np.ndarray, float]:
-    """An array as float64, and the distance of its type's numbers at 1.
+    """An array in float32 or, if it has float64 or no floating point, float64, and the distance of
+    its type's numbers at 1.
 
     Lists may also hold whole numbers, and None where there is no number. `name` is that of the
     array in messages, if it is not `role`.
@@ -510,7 +563,7 @@ def array_of(role: str, x, name: str = "") -> tuple[np.ndarray, float]:
     try:
         if isinstance(x, torch.Tensor):
             # NumPy has no bfloat16
-            array = (x.double() if x.is_floating_point() else x).numpy(force=True)
+            array = (x.float() if x.dtype == torch.bfloat16 else x).numpy(force=True)
         elif isinstance(x, list | tuple):
             array = np.asarray([np.nan if entry is None else entry for entry in x])
             kinds += "iu"
@@ -523,7 +576,7 @@ def array_of(role: str, x, name: str = "") -> tuple[np.ndarray, float]:
     if array.dtype.kind != "f":
         return array.astype(np.float64), 0.0
     info = torch.finfo(x.dtype) if isinstance(x, torch.Tensor) else np.finfo(array.dtype)
-    return array.astype(np.float64), float(info.eps)
+    return array.astype(np.result_type(array, np.float32)), float(info.eps)
 
 
 def unpacked(name: str, row: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:

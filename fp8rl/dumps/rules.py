@@ -180,24 +180,6 @@ class StackShare(NamedTuple):
         )
 
 
-def caps_line(shares: tuple[StackShare, ...]) -> str:
-    """What share of the tokens or sequences lies beyond the bounds of each stack's correction.
-
-    That is the first of its rules that drops or truncates, with the stack's own numbers.
-    """
-    firsts = {}
-    for share in shares:
-        rule = RULES[share.stack, share.setting]
-        if rule.action in ("drop", "truncate"):
-            firsts.setdefault(share.stack, (rule, share))
-    texts = [
-        f"{stack} {share.dropped + share.truncated:.2%} of the {share.unit} "
-        f"({f'outside {rule.lower:g} to' if rule.lower > 0 else 'above'} {rule.upper:g})"
-        for stack, (rule, share) in firsts.items()
-    ]
-    return f"beyond the caps of stacks: {', '.join(texts)}"
-
-
 def stack_table(shares: tuple[StackShare, ...]) -> str:
     """A line for each rule. The first one of a stack is its default."""
     rows = [("stack", "setting", "drops", "truncates", "of the", "mean weight", "sample size left")]

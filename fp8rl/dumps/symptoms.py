@@ -39,6 +39,9 @@ FEW_TOKENS = 256  # with fewer tokens, chance alone reaches the limits
 FEW_SEQUENCES = 16  # with fewer sequences, sequences and positions are not compared
 CHANCE = 5.0  # standard deviations over permutations; of a maximum, one in a thousand is beyond
 PERMUTATIONS = 200
+# Root mean square of the log ratios below which no places are compared: the horizon is then beyond
+# 10,000 tokens.
+HARMLESS = (0.1 / 10_000) ** 0.5
 # Bits that remain at least if both programs compute in a format. That is its bits of mantissa, less
 # three for errors that add up over layers (float32: less nine, because log-probabilities of large
 # vocabularies are sums of many terms).
@@ -52,6 +55,13 @@ BITS_LEFT = {
     "int4": 0.0,
     "fp4": 0.0,
 }
+SHRINK = 2.0  # tokens of mean 0 that are added to a group, so that a mean of few tokens is small
+PIECE = 32  # tokens of a sequence that are looked for elsewhere
+UNLIKE = (
+    0.3  # squared log ratio, in variances of log-probabilities, of tokens with nothing in common
+)
+# Slopes of a line between logarithms of other bases: 2 and 10 for e, and e for 2 and 10
+BASES = (1 / np.log(2), 1 / np.log(10), np.log(2), np.log(10))
 FIRST = 4  # number of tokens at the beginning of a sequence in which padding is looked for
 AFTER = 2  # positions from a position on, which are compared with
 BEFORE = 4  # positions before it
@@ -96,7 +106,7 @@ class Symptom(NamedTuple):
 
     `null`       "fixed", "errors" or "permuted"
     `limit`      of the value; the smallest one, where the dump decides
-    `statistic`  takes an `Aligned` and returns a dict, or None if this dump cannot be measured:
+    `statistic`  takes an `Examined` and returns a dict, or None if this dump cannot be measured:
 
                      value   what is compared with the limit
                      share   of the squared gap, if it is known
@@ -104,43 +114,31 @@ class Symptom(NamedTuple):
                      kind    where it is another kind than the symptom's
 
                  and the numbers and words of the sentence
-    `contrast`   of a symptom of positions: how much larger scores are at some positions than at
-                 others. It takes an `Aligned`, scores that may be rotated, [S, T], and their means
-                 by position. The statistic then takes the contrast, too
+    `places`     of a symptom of positions: which tokens have larger scores than which others
+                 (Examined.places), or by what numbers a rise is looked for: "place" or "columns".
+                 Then there is no statistic
     """
 
     kind: str
     null: str
     limit: float
-    statistic: Callable
+    statistic: Callable | None
     sentence: str
-    contrast: Callable | None = None
+    places: tuple[str, str] | str = ""
 
 
 @dataclass(frozen=True, eq=False)
-class Aligned(Gap):
-    """A gap whose sequences begin at position 0, and what several symptoms need of it.
+class Examined(Gap):
+    """A gap, and what several symptoms need of it.
 
-    For example, answers then begin there, without their prompts. T is the number of tokens of the
-    longest sequence.
-
-    `columns`    the tokens' columns in the rows of the dump, [S, T]
-    `precision`  what both programs claim to compute in, one of BITS_LEFT or the bits that remain;
-                 None if nothing is claimed
+    `precision`  what both programs claim to compute in, one of BITS_LEFT; None if nothing is said
+    `sound`      a dump that is known to be sound, or None
     `draw`       draws all permutations, in the order of the table
     """
 
-    columns: np.ndarray | None = None
-    precision: str | float | None = None
+    precision: str | None = None
+    sound: "Examined | None" = None
     draw: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
-
-    @classmethod
-    def of(cls, gap: Gap, precision: str | float | None = None) -> "Aligned":
-        longest = int(gap.mask.sum(1).max())
-        columns = np.argsort(~gap.mask, axis=1, kind="stable")[:, :longest]
-        arrays = gap.learner, gap.actor, gap.mask, gap.advantages, gap.tokens
-        moved = [None if x is None else np.take_along_axis(x, columns, 1) for x in arrays]
-        return cls(*moved[:3], gap.step, *moved[3:], columns, precision)
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
@@ -153,46 +151,76 @@ class Aligned(Gap):
         return np.broadcast_to(np.arange(self.mask.shape[1]), self.mask.shape)
 
     @functools.cached_property
-    def is_last(self) -> np.ndarray:
-        """Which tokens are the last of their sequences, [S, T]."""
-        return self.place == self.lengths[:, None] - 1
+    def places(self) -> dict[str, np.ndarray]:
+        """Tokens by where they are in their sequences, [S, T]."""
+        lengths = self.lengths[:, None]
+        third = np.where(lengths >= 12, lengths // 3, 0)
+        is_after = np.diff(self.columns, axis=1, prepend=self.columns[:, :1]) > 1
+        for _ in range(AFTER):
+            is_after = is_after | np.pad(is_after, ((0, 0), (1, 0)))[:, :-1]
+        return {
+            "all": self.mask,
+            "first": self.mask & (self.place == 0),
+            "beginning": self.mask & (self.place < 2),
+            "later": self.mask & (self.place >= FIRST),
+            "last": self.place == lengths - 1,
+            "just before": (self.place >= lengths - 1 - BEFORE) & (self.place < lengths - 1),
+            "after a hole": self.mask & is_after,
+            "first third": self.place < third,
+            "last third": self.mask & (self.place >= lengths - third),
+        }
 
     @functools.cached_property
     def bins(self) -> np.ndarray:
-        """For each token, the number of a bin of tokens with similar log-probability, [S, T]."""
-        return self.bins_of(32)
+        """For each token, the number of a bin of tokens with similar log-probability, [S, T].
 
-    def bins_of(self, most: int) -> np.ndarray:
-        """At most so many bins, [S, T]. They have equally many tokens, 50 or more."""
-        bins = int(np.clip(len(self.flat.actor) // 50, 1, most))
+        There are at most 32 bins. They have equally many tokens, 50 or more.
+        """
+        bins = int(np.clip(len(self.flat.actor) // 50, 1, 32))
         edges = np.quantile(self.flat.actor, np.linspace(0, 1, bins + 1)[1:-1])
-        return np.searchsorted(edges, self.actor)
+        return np.searchsorted(edges, self.actor).astype(np.int8)
 
-    def mean_of_bin(self, values: np.ndarray, bins: np.ndarray) -> np.ndarray:
-        """For each token, the mean of `values` over the tokens of its bin, [S, T]."""
-        total = np.bincount(bins[self.mask], values[self.mask], minlength=bins.max() + 1)
-        count = np.bincount(bins[self.mask], minlength=bins.max() + 1)
-        return (total / np.maximum(count, 1))[bins]
+    def mean_of_bin(self, values: np.ndarray, among: np.ndarray) -> np.ndarray:
+        """For each token, the mean of `values` over the tokens `among` in its bin, [S, T]."""
+        bins = self.bins[among]
+        total = np.bincount(bins, values[among], minlength=32)
+        mean = total / np.maximum(np.bincount(bins, minlength=32), 1)
+        return mean.astype(np.float32)[self.bins]
+
+    def without_bins(self, values: np.ndarray) -> np.ndarray:
+        """`values` less the mean of their bins, [S, T]; 0 where there is no token."""
+        return np.where(self.mask, values - self.mean_of_bin(values, self.mask), 0.0)
+
+    @functools.cached_property
+    def is_different(self) -> np.ndarray:
+        """The tokens of which the programs do not say exactly the same, [S, T]."""
+        return self.mask & (self.log_ratio != 0)
 
     @functools.cached_property
     def size(self) -> np.ndarray:
         """|d|, and what may have become 0 in a file with few bits, [S, T]."""
         lost = self.step * np.maximum(-self.actor, 1.0)
         lost = np.maximum(lost, 1e-4)  # smaller log ratios, such as float32 makes, are all alike
-        return np.abs(self.log_ratio) + lost
+        return (np.abs(self.log_ratio) + lost).astype(np.float32)
 
     @functools.cached_property
     def typical(self) -> np.ndarray:
         """|d| that is typical of the token's log-probability, [S, T]."""
         # The mean of roots: a few huge log ratios change it little.
-        return np.square(self.mean_of_bin(np.sqrt(self.size), self.bins))
+        return np.square(self.mean_of_bin(np.sqrt(self.size), self.is_different))
 
     @functools.cached_property
     def scores(self) -> np.ndarray:
-        """log(0.3 + |d| / typical), [S, T]; 0 where there is no token."""
+        """log(0.3 + |d| / typical), [S, T]; 0 where there is no token.
+
+        Tokens of which both programs say exactly the same have the mean of the others. If both
+        compute in the same 16 bits, some sequences are equal up to a token, and differ from there
+        on as rounding does. So only the size of differences is compared.
+        """
         # Below 0.3, it does not matter how small a log ratio is.
         scores = np.log(0.3 + self.size / np.maximum(self.typical, TINY))
-        return np.where(self.mask, scores, 0.0)
+        mean = scores[self.is_different].mean()
+        return np.where(self.mask, np.where(self.is_different, scores, mean), 0.0)
 
     @functools.cached_property
     def centred(self) -> np.ndarray:
@@ -206,51 +234,68 @@ class Aligned(Gap):
         position = (self.place + self.draw.integers(0, lengths)) % lengths
         return np.where(self.mask, np.take_along_axis(self.centred, position, 1), 0)
 
-    def means(self, scores: np.ndarray) -> np.ndarray:
-        """The mean at each position that enough sequences have."""
-        count = self.mask.sum(0)
-        enough = int((count >= FEW_SEQUENCES).sum())
-        return scores[:, :enough].sum(0, dtype=np.float64) / count[:enough]
-
-    def means_of_columns(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The columns of the rows that enough sequences have, and the mean in each."""
-        columns = self.columns[self.mask]
-        counts = np.bincount(columns)
-        sums = np.bincount(columns, scores[self.mask])
+    def means_at(self, scores: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The places or columns that enough sequences have, and the mean in each."""
+        numbers = numbers[self.mask]
+        counts = np.bincount(numbers)
+        sums = np.bincount(numbers, scores[self.mask])
         enough = np.flatnonzero(counts >= FEW_SEQUENCES)
         return enough, sums[enough] / counts[enough]
-
-    def median(self, start: int, stop: int | None = None) -> float:
-        """The median score at these positions, over sequences: a few do not change it."""
-        scores = self.centred[:, start:stop][self.mask[:, start:stop]]
-        return float(np.median(scores)) if len(scores) else 0.0
 
     @property
     def share_of_mean(self) -> float:
         """The share of the squared gap that is there because the mean log ratio is not 0."""
         return self.flat.log_ratio.mean() ** 2 / max(np.square(self.flat.log_ratio).mean(), TINY**2)
 
+    def share_of_groups(
+        self, values: np.ndarray, group: np.ndarray, total: np.ndarray | None = None
+    ) -> float:
+        """The share of the squared gap that the mean of a token's group foretells in *other*
+        sequences, of `values` and group numbers from 0, both [tokens].
+
+        With `total`, [tokens], it is the share of the squares of these. Of what has nothing to do
+        with the groups it is 0 or less. Sequences are in eight parts, and the means are those of
+        the other seven. A mean of few tokens is drawn to 0.
+        """
+        total = self.flat.log_ratio if total is None else total
+        groups = int(group.max()) + 1
+        part = np.nonzero(self.mask)[0] % 8 * groups + group
+        size = 8 * groups
+        sums = np.bincount(group, values)[group] - np.bincount(part, values, size)[part]
+        counts = np.bincount(group)[group] - np.bincount(part, minlength=size)[part]
+        left = np.square(values - sums / (counts + SHRINK)).sum()
+        return float((np.square(values).sum() - left) / max(np.square(total).sum(), TINY**2))
+
+    @functools.cached_property
+    def token_numbers(self) -> np.ndarray:
+        """The tokens' numbers in the vocabulary, counted from 0 without those that do not occur,
+        [S, T]."""
+        numbers = np.zeros(self.mask.shape, int)
+        numbers[self.mask] = np.unique(self.tokens[self.mask], return_inverse=True)[1]
+        return numbers
+
     def share_at(self, affected: np.ndarray) -> float:
         """The share of the squared gap that is there only because `affected` tokens, [S, T], have
         larger log ratios than the others."""
         square = np.square(self.log_ratio)
         others = self.mask & ~affected
-        usual = square[others].mean() if others.any() else 0.0
+        if others.sum() < self.mask.sum() / 8:
+            return 0.0  # of what is nearly everywhere, nothing can be said
+        usual = square[others].mean()
         surplus = (square[self.mask & affected] - usual).sum()
         return float(np.clip(surplus / max(square[self.mask].sum(), TINY**2), 0, 1))
 
     @functools.cached_property
     def contrasts(self) -> dict[str, tuple[float, float]]:
         """By the name of a symptom of positions, its contrast and what rotated dumps reach."""
-        if self.sequences < FEW_SEQUENCES:
+        if self.sequences < FEW_SEQUENCES or self.rms < HARMLESS:
             return {}
-        rows = {name: row for name, row in SYMPTOMS.items() if row.contrast}
+        rows = {name: row for name, row in SYMPTOMS.items() if row.places}
         if len(np.unique(self.columns[self.lengths > 0, 0])) == 1:
             del rows["a column"]  # all sequences begin in the same one
 
         def measured(scores: np.ndarray) -> list[float]:
-            means = self.means(scores)
-            return [row.contrast(self, scores, means) for row in rows.values()]
+            return [contrast(self, scores, row.places) for row in rows.values()]
 
         observed = measured(self.centred)
         chances = np.zeros(len(rows))
@@ -263,24 +308,34 @@ class Aligned(Gap):
         return dict(zip(rows, zip(observed, chances, strict=True), strict=True))
 
 
-def symptoms_of(gap: Gap, precision: str | float | None = None) -> list[Seen]:
-    """All symptoms that a dump is large enough for, the strongest first."""
+def symptoms_of(gap: Examined) -> list[Seen]:
+    """All symptoms that a dump is large enough for: first those that are seen, and of these first
+    what fits other tokens, and then what explains most. Of shares that are alike within a tenth,
+    the order is the table's.
+
+    A heavy tail is wherever the gap is large. So only what it explains beyond others counts.
+    """
     if gap.mask.sum() < FEW_TOKENS or not gap.log_ratio.any():
         return []
-    aligned = Aligned.of(gap, precision)
-    measured = [measure(name, aligned) for name in SYMPTOMS]
-    return sorted((x for x in measured if x is not None), key=lambda x: -x.excess)
+    measured = [x for x in (measure(name, gap) for name in SYMPTOMS) if x is not None]
+    others = [x.share for x in measured if x.is_seen and x.kind != "heavy tail" and x.share > 0]
+
+    def rank(x: Seen) -> tuple[bool, float]:
+        beside = max(others, default=0.0) if x.kind == "heavy tail" else 0.0
+        share = 1.0 if x.name.startswith("fit of ") else np.nan_to_num(x.share) - beside
+        return not x.is_seen, -round(10 * share)
+
+    return sorted(measured, key=rank)
 
 
-def measure(name: str, gap: Aligned) -> Seen | None:
+def measure(name: str, gap: Examined) -> Seen | None:
     """A symptom of a dump; None if the dump is too small for it, or lacks an array."""
     row = SYMPTOMS[name]
     numbers = None
-    if row.contrast is None:
+    if row.statistic:
         numbers = row.statistic(gap)
     elif name in gap.contrasts:
-        contrast, chance = gap.contrasts[name]
-        numbers = row.statistic(gap, contrast) | {"chance": chance}
+        numbers = at_places(gap, row, *gap.contrasts[name])
     if numbers is None:
         return None
     return Seen(
@@ -338,43 +393,86 @@ def ratio_in_line(x: float) -> str:
 # Symptoms of all tokens alike
 
 
-def misplaced(gap: Aligned) -> dict | None:
-    """Do the learner's log-probabilities fit those of another position better?"""
-    size = np.abs(gap.flat.log_ratio).mean()
-    sizes = {}
-    for offset in (1, -1, 2, -2):
+def misplaced(gap: Examined) -> dict:
+    """Do the learner's log-probabilities fit those of a neighbouring token better, in whole
+    sequences or from a token on?
+
+    Where a token is missing in one of the arrays, all that follow are one off. Log ratios above 1
+    count as 1 here, so that a few huge ones are no shift.
+    """
+
+    def gain(offset: int, power: int = 1) -> float:
+        """The share that is less if the arrays are moved by `offset`."""
         place = np.arange(gap.mask.shape[1]) - offset
         is_inside = (place >= 0) & (place < gap.mask.shape[1])
         both = gap.mask & np.roll(gap.mask, offset, 1) & is_inside
-        if both.any():
-            sizes[offset] = np.abs(gap.learner - np.roll(gap.actor, offset, 1))[both].mean()
-    if not sizes:
-        return None
-    best = min(sizes, key=sizes.get)
-    value = float(size / max(sizes[best], TINY))
+        moved = gap.learner - np.roll(gap.actor, offset, 1)
+        own, there = (np.minimum(np.abs(x), 1.0) ** power for x in (gap.log_ratio, moved))
+        gains = np.where(both, own - there, 0.0)
+        from_here = np.cumsum(gains[:, ::-1], axis=1)
+        return float(from_here.max(1).sum() / max(own.sum(), TINY))
+
+    offset = max((1, -1, 2, -2), key=gain)
     return {
-        "value": value,
-        "share": max(1 - value**-2, 0.0) if value > 0 else 0.0,
-        "distance": abs(best),
-        "side": "before" if best > 0 else "after",
-        "there": sizes[best],
-        "here": size,
+        "value": gain(offset),
+        "share": gain(offset, 2),
+        "distance": abs(offset),
+        "side": "before" if offset > 0 else "after",
     }
 
 
-def mislabelled(gap: Aligned) -> dict:
-    """Does the learner give log-probabilities of other labels, hardly related to the actor's?
+def reordered(gap: Examined) -> dict | None:
+    """Do the learner's log-probabilities fit other sequences of the actor, or other pieces of the
+    same sequence, better than their own?
 
-    If its logits are compared with the labels of the position before or after, it finds the tokens
-    that the actor sampled unlikely everywhere.
+    Sequences are compared in pieces of PIECE tokens. A piece fits another one if a tenth of the
+    squared gap is left there. All of a sequence with such a piece counts: one sequence may be
+    longer than the other, and what follows its end is no log-probability and may be huge.
+    """
+    if gap.sequences < FEW_SEQUENCES:
+        return None
+    spread = np.abs(gap.flat.actor - gap.flat.actor.mean()).mean()
+    own = np.minimum(np.square(gap.log_ratio), (5 * spread) ** 2)
+    missing = (0, 0), (0, -gap.mask.shape[1] % PIECE)
+    learner, actor, mask, square = (
+        np.pad(x, missing).astype(np.float32).reshape(len(own), -1, PIECE)
+        for x in (gap.learner, gap.actor, gap.mask, own)
+    )
+    count = mask.sum(2)
+    square = square.sum(2)
+    is_unlike = (count >= PIECE / 2) & (square > UNLIKE * spread**2 * count)
+    is_moved = np.zeros_like(is_unlike)
+    at_same_place = [(slice(None), piece) for piece in range(mask.shape[1])]
+    in_same_sequence = [(row, slice(None)) for row in np.flatnonzero(is_unlike.any(1))]
+    for pieces in [*at_same_place, *in_same_sequence]:
+        if is_unlike[pieces].any():
+            common = mask[pieces] @ mask[pieces].T
+            distance = np.square(learner[pieces]) @ mask[pieces].T
+            distance += mask[pieces] @ np.square(actor[pieces]).T
+            distance -= 2 * learner[pieces] @ actor[pieces].T
+            distance[common < PIECE / 2] = np.inf
+            left = (distance / np.maximum(common, 1)).min(1)
+            fits = left < 0.1 * square[pieces] / np.maximum(count[pieces], 1)
+            is_moved[pieces] |= is_unlike[pieces] & fits
+    moved = is_moved.any(1)
+    share = own[moved].sum() / max(own.sum(), TINY**2)
+    return {"value": share, "share": share, "moved": moved.sum()}
+
+
+def mislabelled(gap: Examined) -> dict:
+    """Does the learner find the tokens unlikely that the actor sampled, everywhere?
+
+    It does if its logits are compared with the labels of the position before or after, and if it
+    has other weights altogether.
     """
     common = correlation(gap.flat.learner, gap.flat.actor)
     less_likely = float((gap.flat.actor - gap.flat.learner).mean())
-    value = less_likely if common < 0.25 else 0.0  # wrong labels leave no more
-    return {"value": value, "share": 1.0, "less_likely": less_likely, "common": common}
+    share = gap.share_of_mean
+    value = less_likely if common < 0.6 and share > 1 / 3 else 0.0
+    return {"value": value, "share": share, "less_likely": less_likely, "common": common}
 
 
-def truncated(gap: Aligned) -> dict:
+def truncated(gap: Examined) -> dict:
     """Is the mean ratio below 1 by more than chance, and by a large part of the ratios' spread?
 
     Rare ratios far above 1 may be missing in a sample, or be all there is. So the mean must also be
@@ -401,7 +499,7 @@ def truncated(gap: Aligned) -> dict:
     }
 
 
-def impossible(gap: Aligned) -> dict:
+def impossible(gap: Examined) -> dict:
     """Is the mean ratio above 1 by more than chance?
 
     Tokens are sampled from mu, so the mean of pi / mu is at most 1. Rare large ratios pull up a
@@ -437,70 +535,87 @@ def impossible(gap: Aligned) -> dict:
     }
 
 
-def tempered(gap: Aligned) -> dict:
-    """Are the log ratios a straight line in the actor's log-probability?
+def tempered(gap: Examined) -> dict:
+    """Is the log ratio a function of the actor's log-probability?
 
-    Noise makes such a line, too. The actor samples tokens whose log-probability its own errors
-    raised, and the learner has lower ones there. The correlation is then about the noise's size
-    over the spread of log-probabilities, and negative.
-
-    If the mean ratio differs from 1, which noise does not do, a weaker line is enough. Truncation
-    alone makes no line that falls. A mean ratio above 1 with a line that rises is that of a learner
-    that is sharper than the policy that sampled.
+    The mean log ratio of tokens of similar log-probability foretells that of other sequences. The
+    mean of all tokens is subtracted first: it is the mean ratio's. A temperature makes such a
+    function, and leaves the log-probabilities closely related. So does a logarithm of another base,
+    where the learner's is a multiple of the actor's.
     """
-    log_ratio = gap.flat.log_ratio
     actor = gap.flat.actor
-    along = correlation(actor, log_ratio)
-    slope = along * log_ratio.std() / max(actor.std(), TINY)
-    # Unrelated log-probabilities have such a line, too. A temperature leaves them closely related.
-    is_close = correlation(actor, gap.flat.learner) > 0.9
-    # A slope of 0.05 is that of a temperature of 0.95.
-    is_below = slope < -0.05 and measure("mean ratio below 1", gap).is_seen
-    is_above = slope > 0.05 and measure("mean ratio above 1", gap).is_seen
-    is_line = is_below or is_above
+    if correlation(actor, gap.flat.learner) < 0.9:
+        return {"value": 0.0, "slope": np.nan}
+    values = gap.flat.log_ratio - gap.flat.log_ratio.mean()
+    share = gap.share_of_groups(values, gap.bins[gap.mask])
+    slope = float(actor @ gap.flat.learner / max(actor @ actor, TINY))
+    left = np.square(gap.flat.learner - slope * actor).sum() / np.square(gap.flat.log_ratio).sum()
+    if left < 0.01:
+        share = 1 - left  # a multiple, which explains the mean as well
+    bases = [base for base in BASES if abs(slope / base - 1) < 0.01 and left < 0.01]
+    along = correlation(actor, gap.flat.log_ratio) * gap.flat.log_ratio.std()
     return {
-        "value": abs(along) if is_line or is_close else 0.0,
-        "share": along**2 * log_ratio.var() / np.square(log_ratio).mean(),
-        "chance": 0.0 if is_line else 0.66,
-        "slope": 1 + slope,
-        "along": along,
-        "of_learner": "below" if slope < 0 else "above",
-        "of_engine": "above" if slope < 0 else "below",
+        "value": share,
+        "share": share,
+        "kind": "base" if bases else "temperature",
+        "slope": 1 + along / max(actor.std(), TINY),
     }
 
 
-def unrelated(gap: Aligned) -> dict:
-    """How far are the two policies' log-probabilities from a common line?"""
-    common = correlation(gap.flat.learner, gap.flat.actor)
-    # Log-probabilities that hardly differ need not correlate.
-    return {"value": 0.0 if gap.rms < 0.1 else 1 - common, "common": common}
+def by_token(gap: Examined) -> dict | None:
+    """Does the number of a token foretell its log ratio?
+
+    Rounding depends on the context and hardly on the token. A head, a layer or a bias that the two
+    programs do not share makes the same tokens more likely everywhere. What the log-probability
+    foretells is subtracted first. The value is of log ratios in typical sizes, of which none counts
+    for more than four: few huge ones are no sign. Weights that one program quantizes are other
+    weights, too, so with such a precision this is no symptom.
+    """
+    is_quantized = gap.precision in ("int8", "fp8", "int4", "fp4")
+    if gap.tokens is None or gap.sequences < FEW_SEQUENCES or is_quantized:
+        return None
+    number = gap.token_numbers[gap.mask]
+    values = gap.without_bins(gap.log_ratio)
+    relative = np.clip(values / np.maximum(gap.typical, TINY), -4.0, 4.0)[gap.mask]
+    return {
+        "value": gap.share_of_groups(relative, number, relative),
+        "share": gap.share_of_groups(values[gap.mask], number),
+    }
 
 
-def coarse(gap: Aligned) -> dict:
-    """Is the gap larger than any arithmetic in use makes it?"""
-    fewest = BITS_LEFT["fp8"]
-    bits = bits_of(gap, is_robust=True)
-    # Where all log-probabilities are alike, their spread says nothing of arithmetic.
-    value = 0.0 if gap.rms < 0.1 else 2.0 ** (fewest - bits)
-    return {"value": value, "bits": max(bits, 0), "fewest": fewest}
-
-
-def too_few_bits(gap: Aligned) -> dict | None:
+def too_few_bits(gap: Examined) -> dict | None:
     """Is the gap larger than the arithmetic makes it that both programs claim?"""
     if gap.precision is None:
         return None
     bits = bits_of(gap, is_robust=True)
-    left = BITS_LEFT.get(gap.precision, gap.precision)
-    is_format = gap.precision in BITS_LEFT
+    left = BITS_LEFT[gap.precision]
     return {
         "value": 2.0 ** (left - bits),
         "bits": max(bits, 0),
-        "expected": f"{gap.precision} on both sides leaves" if is_format else "you expect",
+        "precision": gap.precision,
         "left": left,
     }
 
 
-def learned(gap: Aligned) -> dict | None:
+def unlike_sound(gap: Examined) -> dict | None:
+    """Is k3 larger than that of a dump which is known to be sound, at all tokens or at some?
+
+    Errors are those over sequences.
+    """
+    if gap.sound is None:
+        return None
+    found = []
+    for of in ("all", "beginning", "last", "last third"):
+        k3 = [x.excess - x.log_ratio for x in (gap, gap.sound)]
+        tokens = [x.places[of] for x in (gap, gap.sound)]
+        here, there = (float(x[at].mean()) for x, at in zip(k3, tokens, strict=True))
+        error = np.hypot(*(standard_error(x, at) for x, at in zip(k3, tokens, strict=True)))
+        value = here / max(there, TINY**2) if here - there > CHANCE * error else 0.0
+        found.append({"value": value, "of": of, "here": here, "there": there, "error": error})
+    return max(found, key=lambda x: x["value"])
+
+
+def learned(gap: Examined) -> dict | None:
     """Does the learner give higher probabilities to tokens of sequences that turned out better?
 
     This is a rank correlation, over sequences, of mean log ratio and mean advantage. What the
@@ -517,7 +632,7 @@ def learned(gap: Aligned) -> dict | None:
 
     actor = ranks(gap.actor)
     residuals = []
-    surplus = gap.log_ratio - gap.mean_of_bin(gap.log_ratio, gap.bins_of(10))
+    surplus = gap.without_bins(gap.log_ratio)
     for x in (surplus, gap.advantages):
         rank = ranks(x)
         residuals.append(rank - actor * (rank @ actor) / (actor @ actor))
@@ -525,11 +640,17 @@ def learned(gap: Aligned) -> dict | None:
     value = 0.0
     if min(norms) > 0:
         value = float(residuals[0] @ residuals[1] / (norms[0] * norms[1]))
+    means = np.where(gap.mask, surplus, 0.0).sum(1)[is_used] / gap.lengths[is_used]
+    of_means = (gap.lengths[is_used] * np.square(means)).sum() / np.square(gap.log_ratio).sum()
     # The standard deviation of such a correlation is 1 / sqrt(S), if sequences are exchanged.
-    return {"value": value, "chance": 3 / np.sqrt(gap.sequences)}
+    return {
+        "value": value,
+        "share": max(value, 0) ** 2 * of_means,
+        "chance": 3 / np.sqrt(gap.sequences),
+    }
 
 
-def seen_before(gap: Aligned) -> dict | None:
+def seen_before(gap: Examined) -> dict | None:
     """Are log ratios of tokens that the sequence had before higher or lower than those of new ones?
 
     Only tokens of similar log-probability are compared. The error is that over sequences.
@@ -538,32 +659,31 @@ def seen_before(gap: Aligned) -> dict | None:
         return None
     # Where a token has the number of a token before it in the same sequence, [S, T]
     is_repeated = gap.mask.copy()
-    rows, places = np.nonzero(gap.mask)
-    numbers, kind = np.unique(gap.tokens[gap.mask], return_inverse=True)
-    _, first = np.unique(rows * len(numbers) + kind, return_index=True)
-    is_repeated[rows[first], places[first]] = False
+    first = np.zeros(gap.token_numbers.max() + 1, int)
+    for row, (numbers, length) in enumerate(zip(gap.token_numbers, gap.lengths, strict=True)):
+        places = np.arange(length)
+        numbers = numbers[:length]
+        first[numbers[::-1]] = places[::-1]  # of equal ones the first is written last
+        is_repeated[row, :length] = first[numbers] < places
     relative = np.clip(gap.log_ratio / np.maximum(gap.typical, TINY), -3.0, 3.0)
-
-    def without_bins(x: np.ndarray) -> np.ndarray:
-        return np.where(gap.mask, x - gap.mean_of_bin(x, gap.bins), 0.0)
-
-    relative = without_bins(relative)
-    weight = without_bins(is_repeated.astype(float))
+    relative = gap.without_bins(relative)
+    weight = gap.without_bins(is_repeated.astype(float))
     total = max(np.square(weight).sum(), TINY)
     difference = (weight * relative).sum() / total
     rest = weight * (relative - weight * difference)
     error = np.sqrt(np.square(rest.sum(1)).sum()) / total
-    groups = [gap.log_ratio[x & gap.mask] for x in (is_repeated, ~is_repeated)]
-    explained = sum(len(x) * x.mean() ** 2 for x in groups if len(x))
+    values = gap.without_bins(gap.log_ratio)[gap.mask]
+    # Penalties grow with a logit, so among tokens that occur again the bins differ
+    group = np.where(is_repeated, gap.bins + 1, 0)[gap.mask]
     return {
         "value": abs(difference),
-        "share": explained / max(np.square(gap.log_ratio[gap.mask]).sum(), TINY**2),
+        "share": gap.share_of_groups(values, group),
         "chance": CHANCE * error,
         "side": "higher" if difference > 0 else "lower",
     }
 
 
-def heavy_tail(gap: Aligned) -> dict:
+def heavy_tail(gap: Examined) -> dict:
     """Do a few tokens, anywhere, have most of the squared gap?
 
     Normal noise has a root mean square of 1.5 typical sizes, and Student's t with 3 degrees of
@@ -585,7 +705,7 @@ def heavy_tail(gap: Aligned) -> dict:
     kind, where = "heavy tail", "here and there"
     if np.square(size[is_large & (gap.place == 0)]).sum() > nearly_all:
         kind, where = "beginning", "at the first token of sequences"
-    if np.square(size[is_large & gap.is_last]).sum() > nearly_all:
+    if np.square(size[is_large & gap.places["last"]]).sum() > nearly_all:
         kind, where = "last token", "at the last token of sequences"
     return {
         "value": value,
@@ -595,7 +715,7 @@ def heavy_tail(gap: Aligned) -> dict:
         "fewest": fewest,
         "tokens": gap.mask.sum(),
         "where": where,
-        "column": gap.columns[gap.farthest],
+        "column": gap.farthest[1],
         "row": gap.farthest[0],
     }
 
@@ -603,17 +723,12 @@ def heavy_tail(gap: Aligned) -> dict:
 # Do sequences differ?
 
 
-def between_sequences(gap: Aligned) -> dict | None:
-    """Do sequences differ in the size of their log ratios, in the first tokens or as a whole?"""
-    if gap.sequences < FEW_SEQUENCES:
+def between_sequences(gap: Examined) -> dict | None:
+    """Do sequences differ in the size of their log ratios?"""
+    if gap.sequences < FEW_SEQUENCES or gap.rms < HARMLESS:
         return None
-    piece = -(-gap.mask.shape[1] // 32)  # the longest sequence has 32 pieces
-    whole = spread_between(gap.scores, gap.mask, piece, gap.draw)
-    first = spread_between(gap.scores[:, :FIRST], gap.mask[:, :FIRST], 1, gap.draw)
-    at_first = first[0] / first[1] > whole[0] / whole[1]
-    value, chance = first if at_first else whole
-    shown = slice(0, FIRST) if at_first else slice(None)
-    mean = gap.scores[:, shown].sum(1) / np.maximum(gap.mask[:, shown].sum(1), 1)
+    value, chance = spread_between(gap.scores, gap.mask, gap.draw)
+    mean = gap.scores.sum(1) / np.maximum(gap.lengths, 1)
     is_sequence = gap.lengths > 0
     median = np.median(mean[is_sequence])
     stands_out = is_sequence & (mean > median + 0.7)  # twice as large as the median
@@ -623,21 +738,20 @@ def between_sequences(gap: Aligned) -> dict | None:
         "share": gap.share_at(stands_out[:, None] & gap.mask),
         "chance": chance,
         "times": np.exp(np.quantile(mean[is_sequence], 0.95) - median),
-        "where": ", in the first tokens" if at_first else "",
         "worst": ", ".join(str(i) for i in worst),
     }
 
 
 def spread_between(
-    scores: np.ndarray, mask: np.ndarray, piece: int, draw: np.random.Generator
+    scores: np.ndarray, mask: np.ndarray, draw: np.random.Generator
 ) -> tuple[float, float]:
     """The standard deviation of scores between sequences, without noise, and its limit.
 
     The variance of sequences' means has a part that noise makes: the variance that is left when
-    pieces of `piece` tokens are exchanged between sequences. What positions have in common is
-    subtracted first.
+    pieces are exchanged between sequences, of which the longest has 32. What positions have in
+    common is subtracted first.
     """
-    starts = np.arange(0, mask.shape[1], piece)
+    starts = np.arange(0, mask.shape[1], -(-mask.shape[1] // 32))
     counts = np.add.reduceat(mask.astype(float), starts, axis=1)  # [S, P]
     sums = np.add.reduceat(scores, starts, axis=1)
     mean_of_position = sums.sum(0) / np.maximum(counts.sum(0), 1)
@@ -673,59 +787,42 @@ def rises_of(means: np.ndarray) -> np.ndarray:
     return after - before
 
 
-def first_over_others(means: np.ndarray, count: int) -> float:
-    """Scores of the first `count` positions, less the median position."""
-    return float(means[:count].mean() - np.median(means)) if len(means) >= 3 * FIRST else 0.0
-
-
-def last_over_others(gap: Aligned, scores: np.ndarray) -> float:
-    """Scores of the last token of each sequence, less those of the tokens before it."""
-    rows = np.flatnonzero(gap.lengths > BEFORE)
-    if len(rows) < FEW_SEQUENCES:
+def contrast(gap: Examined, scores: np.ndarray, places: tuple[str, str] | str) -> float:
+    """How much larger scores are at some places than at others, or after a rise than before."""
+    if isinstance(places, str):
+        _, means = gap.means_at(scores, getattr(gap, places))
+        return float(rises_of(means).max(initial=0.0))
+    here, there = (gap.places[name] for name in places)
+    if min(here.any(1).sum(), there.any(1).sum()) < FEW_SEQUENCES:
         return 0.0
-    last = gap.lengths[rows] - 1
-    before = [scores[rows, last - k] for k in range(1, BEFORE + 1)]
-    return float((scores[rows, last] - np.mean(before, axis=0)).mean())
+    return float(scores[here].mean() - scores[there].mean())
 
 
-def last_third_over_first(gap: Aligned, scores: np.ndarray) -> float:
-    """Scores in the last third of each sequence, less those in the first third."""
-    rows = np.flatnonzero(gap.lengths)
-    lengths = gap.lengths[rows]
-    third = np.where(lengths >= 12, lengths // 3, 0)
-    if (third > 0).sum() < FEW_SEQUENCES:
-        return 0.0
-    until = np.pad(np.cumsum(scores, axis=1, dtype=np.float64), ((0, 0), (1, 0)))
-    last = until[rows, lengths] - until[rows, lengths - third]
-    return float((last - until[rows, third]).sum() / third.sum())
+def at_places(gap: Examined, row: Symptom, value: float, chance: float) -> dict:
+    """What is said of the places of a symptom whose contrast is `value`.
 
-
-def larger_at(gap: Aligned, affected: np.ndarray, value: float, **where) -> dict:
-    """What is said of `affected` tokens, [S, T], whose scores are larger by `value`."""
-    return {"value": value, "share": gap.share_at(affected), "times": np.exp(value)} | where
-
-
-def from_a_position(gap: Aligned, value: float) -> dict:
-    rises = rises_of(gap.means(gap.centred))
-    position = int(rises.argmax()) + 2 if len(rises) else 0
-    before = gap.median(max(position - BEFORE, 0), position)
-    value = min(value, gap.median(position, position + AFTER) - before)
-    return larger_at(gap, gap.place >= position, value, position=position)
-
-
-def from_a_column(gap: Aligned, value: float) -> dict:
-    columns, means = gap.means_of_columns(gap.centred)
-    rises = rises_of(means)
-    column = int(columns[rises.argmax() + 2]) if len(rises) else 0
-    return larger_at(gap, gap.columns >= column, value, column=column)
-
-
-def at_the_beginning(gap: Aligned, value: float) -> dict:
-    value = min(value, gap.median(0, 2) - gap.median(2))
-    means = gap.means(gap.centred)
-    is_later = means < np.median(means) + value / 2
-    end = int(is_later.argmax()) if is_later.any() else len(means)
-    return larger_at(gap, gap.place < max(end, 2), value)
+    The medians must differ, too, because a few sequences change the means. A larger gap that begins
+    at a place may end later. It is taken to end where most is explained.
+    """
+    numbers = gap.columns if row.places == "columns" else gap.place
+    start = 0
+    if isinstance(row.places, str):
+        occurring, means = gap.means_at(gap.centred, numbers)
+        rises = rises_of(means)
+        start = int(occurring[rises.argmax() + 2]) if len(rises) else 0
+        here = gap.mask & (numbers >= start) & (numbers < start + AFTER)
+        there = gap.mask & (numbers < start) & (numbers >= start - BEFORE)
+    else:
+        here, there = (gap.places[name] for name in row.places)
+    found = {"value": value, "chance": chance, "times": np.exp(value), "start": start}
+    if value > row.limit:
+        medians = [np.median(gap.centred[tokens]) for tokens in (here, there)]
+        found["value"] = min(value, float(medians[0] - medians[1]))
+        if isinstance(row.places, str) or row.kind == "beginning":
+            ends = start + 2 ** np.arange(1, 2 + int(numbers.max()).bit_length())
+            here = max(((numbers >= start) & (numbers < end) for end in ends), key=gap.share_at)
+        found["share"] = gap.share_at(here)
+    return found
 
 
 # The table
@@ -735,26 +832,34 @@ SYMPTOMS = {
     "fit of a neighbouring token": Symptom(
         "shift",
         "fixed",
-        2.0,
+        0.5,
         misplaced,
-        "the learner's log-probabilities fit the actor's of the token {distance} {side} it: they "
-        "differ by {there:.2g} there, and by {here:.2g} at the same token",
+        "the learner's log-probabilities fit the actor's of the token {distance} {side} it, in "
+        "whole sequences or from a token on",
     ),
-    "log-probabilities of other labels": Symptom(
+    "fit of another piece": Symptom(
+        "order",
+        "fixed",
+        0.3,
+        reordered,
+        "{moved:,} sequences of the learner fit other sequences of the actor, or other pieces of "
+        "their own, at least in part",
+    ),
+    "unlikely tokens": Symptom(
         "shift",
         "fixed",
-        2.0,  # nats
+        1.0,  # nats
         mislabelled,
-        "the learner finds the tokens e^{less_likely:.1f} times less likely on average, and its "
-        "log-probabilities hardly follow the actor's (correlation {common:.2f})",
+        "the learner finds the tokens e^{less_likely:.1f} times less likely on average, and the "
+        "log-probabilities correlate by {common:.2f} only",
     ),
     "mean ratio below 1": Symptom(
         "truncation",
         "fixed",
         0.1,
         truncated,
-        "the mean ratio is {ratio}: the actor never says what {missing:.1%} of the learner's "
-        "probability is for",
+        "the mean ratio is {ratio}: {missing:.1%} of the learner's probability is on tokens that "
+        "the actor never samples",
     ),
     "mean ratio above 1": Symptom(
         "mean ratio",
@@ -763,43 +868,40 @@ SYMPTOMS = {
         impossible,
         "the mean ratio is {ratio} ± {error:.1g}, and tokens that the actor samples give at most 1",
     ),
-    "line in log-probability": Symptom(
+    "a function of the log-probability": Symptom(
         "temperature",
         "fixed",
-        0.25,
+        0.3,
         tempered,
-        "where the actor's log-probability changes by 1, the learner's changes by {slope:.2f} "
-        "(correlation of the log ratio {along:.2f}): at a temperature {of_learner} 1 the learner "
-        "does not divide, at one {of_engine} 1 the engine returns raw log-probabilities",
+        "where the actor's log-probability changes by 1, the learner's changes by {slope:.2f}",
     ),
-    "unlike log-probabilities": Symptom(
-        "other",
+    "the same at each token number": Symptom(
+        "weights",
         "fixed",
-        0.12,
-        unrelated,
-        "the policies' log-probabilities correlate by {common:.2f} only: rounding to one bit of "
-        "mantissa leaves more",
-    ),
-    "few bits": Symptom(
-        "other",
-        "fixed",
-        1.0,
-        coarse,
-        "arithmetic with {bits:.1f} bits of mantissa would make such a gap, and formats in use "
-        "leave more than {fewest:g}",
+        0.06,
+        by_token,
+        "the log ratio depends on which token of the vocabulary it is",
     ),
     "bits of the precision": Symptom(
         "precision",
         "fixed",
         1.0,
         too_few_bits,
-        "arithmetic with {bits:.1f} bits of mantissa would make such a gap, and {expected} "
-        "{left:g} or more",
+        "arithmetic with {bits:.1f} bits of mantissa would make such a gap, and {precision} on "
+        "both sides leaves {left:g} or more",
+    ),
+    "than the sound dump": Symptom(
+        "precision",
+        "fixed",
+        2.0,
+        unlike_sound,
+        "k3 of tokens ({of}) is {value:.2g} times that of the sound dump ({here:.2g} for "
+        "{there:.2g}, with a standard error of {error:.1g})",
     ),
     "a heavy tail": Symptom(
         "heavy tail",
         "fixed",
-        5.0,  # root mean square over typical size
+        10.0,  # root mean square over typical size
         heavy_tail,
         "{part:.0%} of the squared gap is at {fewest:,} of {tokens:,} tokens, {where}; the largest "
         "is token {column} of sequence {row}",
@@ -810,68 +912,72 @@ SYMPTOMS = {
         0.4,
         between_sequences,
         "sequences differ: for its log-probabilities, a log ratio is {times:.1f} times as large in "
-        "the worst twentieth as in the median{where} (the largest are those of sequences {worst})",
+        "the worst twentieth as in the median (the largest are those of sequences {worst})",
     ),
     "a position": Symptom(
         "template",
         "permuted",
         0.85,
-        from_a_position,
-        "from token {position} on, log ratios are {times:.1f} times as large as before",
-        lambda gap, scores, means: float(rises_of(means).max(initial=0.0)),
-    ),
-    "a large beginning": Symptom(
-        "beginning",
-        "permuted",
-        0.4,
-        at_the_beginning,
-        "log ratios are {times:.1f} times as large at the first tokens as later",
-        lambda gap, scores, means: first_over_others(means, 2),
-    ),
-    "the first token": Symptom(
-        "beginning",
-        "permuted",
-        0.6,
-        lambda gap, value: larger_at(
-            gap, gap.place == 0, min(value, gap.median(0, 1) - gap.median(1))
-        ),
-        "log ratios are {times:.1f} times as large at the first token as later",
-        lambda gap, scores, means: first_over_others(means, 1),
-    ),
-    "the last token": Symptom(
-        "last token",
-        "permuted",
-        0.7,
-        lambda gap, value: larger_at(gap, gap.is_last, value),
-        "log ratios are {times:.1f} times as large at the last token of sequences as just before",
-        lambda gap, scores, means: last_over_others(gap, scores),
-    ),
-    "a trend": Symptom(
-        "trend",
-        "permuted",
-        0.6,
-        lambda gap, value: larger_at(gap, gap.place >= gap.lengths[:, None] // 3, value),
-        "log ratios are {times:.1f} times as large in the last third of a sequence as in the first",
-        lambda gap, scores, means: last_third_over_first(gap, scores),
+        None,
+        "from token {start} on, log ratios are {times:.1f} times as large as before",
+        "place",
     ),
     "a column": Symptom(
         "template",
         "permuted",
         0.85,
-        from_a_column,
-        "from column {column} of the rows on, prompts included, log ratios are {times:.1f} times "
+        None,
+        "from column {start} of the rows on, prompts included, log ratios are {times:.1f} times "
         "as large as before",
-        lambda gap, scores, means: float(
-            rises_of(gap.means_of_columns(scores)[1]).max(initial=0.0)
-        ),
+        "columns",
+    ),
+    "a large beginning": Symptom(
+        "beginning",
+        "permuted",
+        0.4,
+        None,
+        "log ratios are {times:.1f} times as large at the first tokens as later",
+        ("beginning", "later"),
+    ),
+    "the first token": Symptom(
+        "beginning",
+        "permuted",
+        0.6,
+        None,
+        "log ratios are {times:.1f} times as large at the first token as later",
+        ("first", "later"),
+    ),
+    "after a hole in the mask": Symptom(
+        "template",
+        "permuted",
+        0.7,
+        None,
+        "log ratios are {times:.1f} times as large right after tokens that do not count",
+        ("after a hole", "all"),
+    ),
+    "the last token": Symptom(
+        "last token",
+        "permuted",
+        0.7,
+        None,
+        "log ratios are {times:.1f} times as large at the last token of sequences as just before",
+        ("last", "just before"),
+    ),
+    "a trend": Symptom(
+        "trend",
+        "permuted",
+        0.6,
+        None,
+        "log ratios are {times:.1f} times as large in the last third of a sequence as in the first",
+        ("last third", "first third"),
     ),
     "tokens seen before": Symptom(
         "repetition",
         "errors",
-        0.35,  # typical sizes
+        1.5,  # typical sizes
         seen_before,
         "where a token occurs again in its sequence, the learner's log-probability is {side}, by "
-        "{value:.1f} of the typical log ratio",
+        "{value:.1f} times the typical log ratio",
     ),
     "advantages": Symptom(
         "stale",
@@ -879,7 +985,8 @@ SYMPTOMS = {
         0.15,
         learned,
         "the learner favours what turned out well (correlation {value:.2f} of a sequence's "
-        "log ratios and advantages): it has learned from such tokens, the actor has not",
+        "log ratios and advantages): it has learned from these tokens or from others like them, "
+        "and the actor has not",
     ),
 }
 
@@ -892,7 +999,7 @@ NEARLY = 0.9  # share that stands for all
 ZERO = 1e-6  # a log-probability of this size is 0
 
 
-def without_fillers(gap: Gap) -> tuple[Gap, Seen | None]:
+def without_fillers(gap: Examined) -> tuple[Examined, Seen | None]:
     """The gap of all tokens but fillers, and the symptom that says which tokens these are.
 
     A trainer counts tokens that the engine did not sample, such as an appended end token, a tool's
@@ -904,47 +1011,46 @@ def without_fillers(gap: Gap) -> tuple[Gap, Seen | None]:
     """
     if gap.mask.sum() < FEW_TOKENS or not gap.log_ratio.any():
         return gap, None
-    aligned = Aligned.of(gap)
-    both = aligned.actor, aligned.learner
+    both = gap.actor, gap.learner
     for logp, other in (both, both[::-1]):
-        fillers = fillers_of(logp, other, aligned)
+        fillers = fillers_of(logp, other, gap)
         if fillers.any():
             break
     else:
         return gap, None
-    tokens = np.zeros_like(gap.mask)
-    np.put_along_axis(tokens, aligned.columns, fillers, 1)
     rest = replace(
         gap,
-        learner=np.where(tokens, 0.0, gap.learner),
-        actor=np.where(tokens, 0.0, gap.actor),
-        mask=gap.mask & ~tokens,
-    )
-    # A shift puts other numbers beside the zeros of tokens that are certain.
-    is_judged = rest.mask.sum() >= FEW_TOKENS
-    if is_judged and measure("fit of a neighbouring token", Aligned.of(rest)).is_seen:
-        return gap, None
+        learner=np.where(fillers, 0, gap.learner),
+        actor=np.where(fillers, 0, gap.actor),
+        mask=gap.mask & ~fillers,
+        draw=np.random.default_rng(0),
+    ).aligned()
+    # A shift or another order puts other numbers beside the zeros of tokens that are certain.
+    if rest.mask.sum() >= FEW_TOKENS:
+        moved = [measure(f"fit of {x}", rest) for x in ("a neighbouring token", "another piece")]
+        if any(symptom and symptom.is_seen for symptom in moved):
+            return gap, None
     numbers, counts = np.unique(logp[fillers], return_counts=True)
     constant = numbers[counts.argmax()]
     if abs(constant) <= ZERO:
         constant = 0.0
-    where, fix = whereabouts(fillers, aligned)
+    where, fix = whereabouts(fillers, gap)
     is_everywhere = fillers.sum() >= NEARLY * gap.mask.sum()
-    whose = "the actor" if logp is aligned.actor else "the learner"
+    whose = "the actor" if logp is gap.actor else "the learner"
     is_greedy = is_everywhere and constant == 0 and whose == "the actor"
     square = np.square(gap.log_ratio)
     symptom = Seen(
         name="fillers",
         kind="greedy" if is_greedy else "filler",
-        value=float(tokens.sum()),
+        value=float(fillers.sum()),
         limit=FEW - 1.0,
         says=f"{whose}'s log-probabilities are exactly {constant:g} at {where}. {fix}",
-        share=float(square[tokens].sum() / max(square[gap.mask].sum(), TINY**2)),
+        share=float(square[fillers].sum() / max(square[gap.mask].sum(), TINY**2)),
     )
     return rest, symptom
 
 
-def fillers_of(logp: np.ndarray, other: np.ndarray, gap: Aligned) -> np.ndarray:
+def fillers_of(logp: np.ndarray, other: np.ndarray, gap: Examined) -> np.ndarray:
     """Tokens at which `logp` is a constant that the other program clearly contradicts, [S, T]."""
     mask = gap.mask
     is_zero = mask & (np.abs(logp) <= ZERO)
@@ -959,7 +1065,7 @@ def fillers_of(logp: np.ndarray, other: np.ndarray, gap: Aligned) -> np.ndarray:
     # often expects such a token, so a smaller difference is enough.
     is_contradicted = is_zero & (other < -0.1)
     found = np.zeros_like(mask)
-    for is_place in (gap.is_last, mask & (gap.place == 0)):
+    for is_place in (gap.places["last"], mask & (gap.place == 0)):
         tokens = is_contradicted & is_place
         elsewhere = rate(is_contradicted, mask & ~is_place)
         if tokens.sum() >= FEW and rate(is_contradicted, is_place) > max(0.5, 5 * elsewhere):
@@ -993,11 +1099,14 @@ def repeated_numbers(logp: np.ndarray) -> np.ndarray:
     In a file of few bits every number occurs often, and so do its neighbours. Numbers such as
     log 1/2 occur where coarse arithmetic gives several tokens the same logit.
     """
+    halves, times = np.unique(logp[2 * logp == np.round(2 * logp)], return_counts=True)
+    if not (times > FEW).any():
+        return halves[:0]  # as in nearly all dumps; to sort all numbers takes long
     numbers, counts = np.unique(logp, return_counts=True)
     beside = np.pad(counts, 2)
     neighbours = np.max([beside[:-4], beside[1:-3], beside[3:-1], beside[4:]], axis=0)
     is_spike = (counts > FEW) & (counts >= 5 * np.maximum(neighbours, 1))
-    is_spike &= 2 * numbers == np.round(2 * numbers)
+    is_spike &= np.isin(numbers, halves)
     order = np.argsort(-counts[is_spike], kind="stable")
     return numbers[is_spike][order[:FEW]]
 
@@ -1012,7 +1121,7 @@ def starts_of_runs(tokens: np.ndarray) -> np.ndarray:
     return tokens & ~np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
 
 
-def whereabouts(tokens: np.ndarray, gap: Aligned) -> tuple[str, str]:
+def whereabouts(tokens: np.ndarray, gap: Examined) -> tuple[str, str]:
     """Which tokens these are, in words, and what to do about them."""
     count = tokens.sum()
     share = count / gap.mask.sum()
@@ -1040,7 +1149,7 @@ def whereabouts(tokens: np.ndarray, gap: Aligned) -> tuple[str, str]:
             "These are greedy (temperature 0), or they were not recorded: mask them.",
         ),
         (
-            are_in(gap.is_last),
+            are_in(gap.places["last"]),
             f"the last token of {of_sequences}",
             "An end token was appended that was not sampled: mask it.",
         ),
