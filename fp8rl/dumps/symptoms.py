@@ -571,8 +571,7 @@ def by_token(gap: Examined) -> dict | None:
     for more than four: few huge ones are no sign. Weights that one program quantizes are other
     weights, too, so with such a precision this is no symptom.
     """
-    is_quantized = gap.precision in ("int8", "fp8", "int4", "fp4")
-    if gap.tokens is None or gap.sequences < FEW_SEQUENCES or is_quantized:
+    if gap.precision in ("int8", "fp8", "int4", "fp4") or gap.tokens is None:
         return None
     number = gap.token_numbers[gap.mask]
     values = gap.without_bins(gap.log_ratio)
