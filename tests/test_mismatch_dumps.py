@@ -140,7 +140,7 @@ def test_a_token_that_a_program_could_not_score_is_left_out_and_counted():
     actor[3, :2] = math.nan
     report = mismatch({**TRL, "tool_mask": None, "sampling_per_token_logps": actor})
     assert report.numbers.tokens == EXPECTED.numbers.tokens - 2
-    assert "note: 2 tokens are left out, because a program has NaN there" in report.notes
+    assert "note: tokens left out, because a program has NaN there: 2" in report.notes
 
 
 def test_numbers_that_were_rounded_to_decimals_are_said_to_be():

@@ -611,7 +611,7 @@ def notes_on(gap: Gap, error: float, has_mask: bool, has_fillers: bool) -> list[
         ),
         (
             gap.unscored > 0,
-            f"note: {gap.unscored:,} tokens are left out, because a program has NaN there",
+            f"note: tokens left out, because a program has NaN there: {gap.unscored:,}",
         ),
         (
             has_zeros,
