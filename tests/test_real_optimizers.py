@@ -39,7 +39,7 @@ class Faulty(torch.optim.Adam):
             p.sub_(group.get("drift", 0.0) * (p.grad == 0))
         p = group["params"][0]
         if self.state[p]["step"] == group.get("at"):
-            p[0, 0] += group["by"]
+            p.view(-1)[0] += group["by"]
 
 
 class ThreeBetas(torch.optim.Adam):

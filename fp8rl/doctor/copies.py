@@ -1,22 +1,27 @@
-"""Shadows that are real optimizers: a class of any package steps on a copy of the parameters.
+"""Shadows that are real optimizers: a class of any package steps on a copy of some parameters.
 
 What an optimizer of another package really does cannot be told from its description: its blocks
 hold tensors of some sizes only, its sums are rounded once or twice a step, its weight decay may be
-lost. So the class itself runs, on copies of whole tensors. The script trains in float32 beside it
-and is not changed. After each of its steps, every copy makes a step with the same gradients.
+lost. So the class itself runs. The script trains in float32 beside it and is not changed. After
+each of its steps, every copy makes a step with the same gradients.
+
+Most classes treat each number by itself, or each block of numbers. They run on *stand-ins*: a
+sample of whole blocks of each tensor, with the tensor's own gradients there (stand_ins.py). Other
+classes, such as Muon, run on copies of whole tensors. `keep` trains with such a copy (keep.py).
 
 A copy is never returned to the script's weights. It goes on from where its own steps have led it,
 with float32's gradients. So a training that never starts is seen to stand still.
 
-A copy needs the memory of its parameters and its state. All copies together need one more copy of
-the script's float32 parameters. `keep` trains with such a copy (keep.py).
+Nothing that a step measures is looked at before the window ends, so a GPU is not waited for.
 """
 
 import contextlib
+import functools
 import importlib
 import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +31,52 @@ from ..bits.catalogue import RealOptimizer
 from ..bits.notation import split_entry
 from .findings import NOT_JUDGED, SAME, Finding, judge
 from .ruler import Ruler
+from .stand_ins import StandIns, with_groups
 from .watcher import NOT_IN_PROPORTION, Shadow, Update, Watcher, dense, shadow_steps
 
 PLAIN = {"Tensor", "Parameter"}  # classes of tensors that keep their numbers as their dtype says
+
+
+class Aside:
+    """Where real optimizers are called. Hooks of the script's optimizers can tell their steps from
+    the script's, and they draw random numbers of their own."""
+
+    def __init__(self):
+        self.random_states: list = []  # none before the first are drawn
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """A context for such calls. Within another one it changes nothing."""
+        if shadow_steps.get():
+            yield
+            return
+        token = shadow_steps.set(True)
+        self.exchange_random_numbers()
+        try:
+            yield
+        finally:
+            self.exchange_random_numbers()
+            shadow_steps.reset(token)
+
+    def exchange_random_numbers(self) -> None:
+        """Exchanges the states of the global generators of torch, NumPy and Python with its own.
+
+        Real optimizers that round stochastically draw from these. The script draws what it always
+        draws.
+        """
+        generators = [
+            (torch.get_rng_state, torch.set_rng_state),
+            (random.getstate, random.setstate),
+            (np.random.get_state, np.random.set_state),
+        ]
+        if torch.cuda.is_initialized():
+            generators.append((torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
+        states = [state_of() for state_of, _ in generators]
+        if not self.random_states:
+            torch.manual_seed(0)
+        for (_, restore), state in zip(generators, self.random_states, strict=False):
+            restore(state)
+        self.random_states = states
 
 
 class OptimizerCopy:
@@ -36,6 +84,7 @@ class OptimizerCopy:
 
     `entry`      which class, with which options (bits/catalogue.py)
     `optimizer`  the script's optimizer
+    `aside`      where it is called; by default, a place of its own
 
     `parameters` has the copy of each parameter by the identity of the script's one. `remarks` say
     in words which options are not the script's, and whether it once began without the script's
@@ -45,9 +94,11 @@ class OptimizerCopy:
     Raises ValueError, with a message of one line, where the class cannot stand for the script's.
     """
 
-    def __init__(self, entry: RealOptimizer, optimizer: torch.optim.Optimizer):
+    def __init__(
+        self, entry: RealOptimizer, optimizer: torch.optim.Optimizer, aside: Aside | None = None
+    ):
         self.entry = entry
-        self.random_states: list = []  # of its random numbers; none before the first are drawn
+        self.aside = aside or Aside()
         # `shared` are the options that follow the script's, which a schedule may change
         self.factory, self.shared, self.remarks = class_and_options(entry, optimizer)
         self.parameters: dict[int, torch.nn.Parameter] = {}
@@ -108,38 +159,15 @@ class OptimizerCopy:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """A context for calls of the real optimizer. Hooks of the script's optimizers can tell it
-        from the script, and it draws random numbers of its own."""
-        is_eager = self.entry.eager
-        stance = torch.compiler.set_stance("force_eager") if is_eager else contextlib.nullcontext()
-        token = shadow_steps.set(True)
-        self.exchange_random_numbers()
-        try:
-            with stance:
-                yield
-        finally:
-            self.exchange_random_numbers()
-            shadow_steps.reset(token)
-
-    def exchange_random_numbers(self) -> None:
-        """Exchanges the states of the global generators of torch, NumPy and Python with its own.
-
-        Real optimizers that round stochastically draw from these. The script draws what it always
-        draws.
-        """
-        generators = [
-            (torch.get_rng_state, torch.set_rng_state),
-            (random.getstate, random.setstate),
-            (np.random.get_state, np.random.set_state),
-        ]
-        if torch.cuda.is_initialized():
-            generators.append((torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
-        states = [state_of() for state_of, _ in generators]
-        if not self.random_states:
-            torch.manual_seed(0)
-        for (_, restore), state in zip(generators, self.random_states, strict=False):
-            restore(state)
-        self.random_states = states
+        """A context for calls of the real optimizer."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.aside.entered())
+            if self.entry.eager:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                # torchao compiles in every step, which takes longer than the step even so
+                stack.callback(setattr, torch, "compile", torch.compile)
+                torch.compile = functools.partial(compiled_for_others, torch.compile)
+            yield
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -171,7 +199,7 @@ class OptimizerCopy:
         """Gives the script's parameters the numbers of the copies."""
         for p, copy in self.pairs(optimizer):
             p.copy_(copy)
-        self.checksums = state_checksums(optimizer)
+        self.marks = marks_of_state(optimizer)
 
     @torch.no_grad()
     def take_changes(self, optimizer: torch.optim.Optimizer) -> None:
@@ -182,13 +210,21 @@ class OptimizerCopy:
         """
         for p, copy in self.pairs(optimizer):
             copy.copy_(p)
-        if state_checksums(optimizer) != self.checksums:
+        if marks_of_state(optimizer) != self.marks:
             self.take_state(optimizer)
 
     def pairs(self, optimizer: torch.optim.Optimizer) -> list[tuple]:
         """The script's parameters that have a copy, each with its copy."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return [(p, self.parameters[id(p)]) for p in parameters if id(p) in self.parameters]
+
+
+def compiled_for_others(compiles: Callable, function: Callable | None = None, **options):
+    """What `torch.compile` returns: for a real optimizer the function itself, and for other threads
+    of the script what `compiles` makes of it."""
+    if not shadow_steps.get():
+        return compiles(function, **options)
+    return function or (lambda decorated: decorated)
 
 
 def take_over(state: dict, kept: dict) -> bool:
@@ -207,10 +243,11 @@ def take_over(state: dict, kept: dict) -> bool:
     return taken
 
 
-def state_checksums(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Numbers that tell whether other code has changed the state of an optimizer.
+def marks_of_state(optimizer: torch.optim.Optimizer, waits: bool = True) -> bytes | list:
+    """What tells whether other code has changed the state of an optimizer.
 
-    They are sums of bits: a version of a tensor does not tell of a change through its `data`.
+    It is some numbers of each tensor: a version of a tensor does not tell of a change through its
+    `data`. The versions are what can be had without waiting for a GPU, if `waits` is False.
     """
     tensors = [
         x.detach()
@@ -219,43 +256,57 @@ def state_checksums(optimizer: torch.optim.Optimizer) -> list[int]:
         for x in state.values()
         if type(x).__name__ in PLAIN and x.layout == torch.strided
     ]
-    sums = [x.float().view(torch.int32).sum() for x in tensors]
-    return torch.stack([x.cpu() for x in sums]).tolist() if sums else []
+    if not waits:
+        return [(id(x), x._version) for x in tensors]
+    some = [x.reshape(-1)[:: x.numel() // 64 + 1].float().cpu() for x in tensors]
+    return torch.cat(some).numpy().tobytes() if some else b""
 
 
-def bytes_of(tensors: list[torch.Tensor]) -> int:
-    """The bytes of tensors, also of those that keep their numbers in other tensors, as those of
-    torchao do."""
-    total = 0
-    for tensor in tensors:
-        if hasattr(tensor, "__tensor_flatten__") and type(tensor).__name__ not in PLAIN:
-            names, _ = tensor.__tensor_flatten__()
-            total += bytes_of([getattr(tensor, name) for name in names])
-        else:
-            total += tensor.numel() * tensor.element_size()
-    return total
+def tensors_in(x, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in something, such as the state of a parameter, and their names. A tensor that
+    keeps its numbers in other tensors, as those of torchao do, has these in its place."""
+    if isinstance(x, dict):
+        for key, value in x.items():
+            yield from tensors_in(value, f"{name}.{key}")
+    elif hasattr(x, "__tensor_flatten__") and type(x).__name__ not in PLAIN:
+        names, _ = x.__tensor_flatten__()
+        yield from tensors_in({inner: getattr(x, inner) for inner in names}, name)
+    else:
+        yield from ((name, leaf) for leaf in tree_leaves(x) if isinstance(leaf, torch.Tensor))
 
 
-def memory(optimizer, parameters: list[torch.Tensor]) -> tuple[float, int]:
-    """The bytes that an optimizer keeps of a parameter between updates, itself and its state, and
-    of how many tensors everything is kept in float32: nothing was gained there.
+def memory(
+    optimizer: torch.optim.Optimizer,
+    parameters: list[torch.Tensor],
+    stand_for: list[list[int]],
+    fixed: Iterable[str] = (),
+) -> tuple[float, int]:
+    """The bytes that an optimizer keeps of a number of the script's tensors between updates, itself
+    and its state, and of how many of these tensors everything is kept in float32: nothing was
+    gained there.
+
+    `stand_for` has the sizes of the tensors for which each of the parameters stands. What is kept
+    of them is in proportion to that, but for tensors of a state with the names `fixed`.
 
     Some classes keep tensors in their groups or attributes. Those that have the shape of one of the
     parameters count.
     """
     groups = [{**group, "params": []} for group in optimizer.param_groups]
-    attributes = {**vars(optimizer), "param_groups": [], "state": {}}
-    shapes = {p.shape for p in parameters}
-    tensors = [x for x in tree_leaves([groups, attributes]) if isinstance(x, torch.Tensor)]
-    total = bytes_of([x for x in tensors if x.shape in shapes])
+    attributes = {**vars(optimizer), "param_groups": groups, "state": {}}
+    others = [x for x in tree_leaves(attributes) if isinstance(x, torch.Tensor)]
+    total = 0.0
     in_float32 = 0
-    for p in parameters:
-        leaves = tree_leaves([p, {**optimizer.state.get(p, {})}])
-        kept = [x for x in leaves if isinstance(x, torch.Tensor)]
-        total += bytes_of(kept)
-        whole = [x for x in kept if x.numel() >= p.numel()]
-        in_float32 += all(x.dtype == torch.float32 and type(x).__name__ in PLAIN for x in whole)
-    return total / sum(p.numel() for p in parameters), in_float32
+    for p, sizes in zip(parameters, stand_for, strict=True):
+        alike = [x for x in others if x.shape == p.shape]
+        others = [x for x in others if x.shape != p.shape]
+        kept = [*tensors_in(p), *tensors_in({**optimizer.state.get(p, {})})]
+        for name, x in [*kept, *tensors_in({i: x for i, x in enumerate(alike)})]:
+            times = len(sizes) if name in fixed else sum(sizes) / p.numel()
+            total += times * x.numel() * x.element_size()
+        # Two codes of 4 bits are in one number
+        whole = [x.dtype for _, x in kept if 2 * x.numel() >= p.numel()]
+        in_float32 += len(sizes) * ({*whole} == {torch.float32})
+    return total / sum(map(sum, stand_for)), in_float32
 
 
 def set_option(group: dict, name: str, value) -> None:
@@ -367,23 +418,115 @@ def options_of(factory) -> dict[str, object]:
     return {name: options[name] for name in options if name not in ("self", "params")}
 
 
+class Blocks(NamedTuple):
+    """How a real optimizer treats large tensors.
+
+    `size`   how many numbers a block has that it treats by itself; 0 if it treats none so
+    `bytes`  what it keeps of a parameter; 0 if it makes no step
+    `fixed`  names of tensors in its state whose sizes are the same for all parameters
+    `codes`  whether its state has codes of 8 bits or fewer, which may have a number leap
+    """
+
+    size: int = 0
+    bytes: float = 0.0
+    fixed: frozenset[str] = frozenset()
+    codes: bool = False
+
+
+def trained(
+    entry: RealOptimizer,
+    optimizer: torch.optim.Optimizer,
+    settings: dict,
+    gradients: Iterable[list[torch.Tensor]],
+    draws: bool = False,
+) -> OptimizerCopy:
+    """A real optimizer in place of the script's that has trained tensors of its own.
+
+    `settings` are those of a parameter group, with the tensors, and `gradients` those of each step.
+    `draws` has it begin with other random numbers.
+    """
+    script = with_groups(optimizer, [settings], {})
+    real = OptimizerCopy(entry, script)
+    with real.alone():
+        _ = (torch.rand(1), random.random(), np.random.random()) if draws else ()
+    for of_step in gradients:
+        for p, gradient in zip(settings["params"], of_step, strict=True):
+            p.grad = gradient
+        real.step(script)
+    return real
+
+
+def every_other_block(tensors: Iterable[torch.Tensor], size: int) -> torch.Tensor:
+    """Every other block of tensors, of so many numbers, as one tensor [N]."""
+    return joined([x.reshape(-1, size)[::2] for x in tensors])
+
+
+def noise(rows: int, generator: torch.Generator) -> torch.Tensor:
+    """Numbers from N(0, 1) in rows of 128, whatever the script has set as default."""
+    options = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    return torch.randn(rows, 128, **options)
+
+
+@torch.no_grad()
+def blocks_of(entry: RealOptimizer, optimizer: torch.optim.Optimizer, device) -> Blocks:
+    """How a real optimizer in place of the script's treats large tensors, by trying it.
+
+    It trains two tensors for some steps, and some blocks of both as one tensor. These must end with
+    the same numbers. With stochastic rounding, they must differ no more than the two tensors do
+    from themselves if other random numbers are drawn.
+    """
+    entry = entry._replace(eager=True)  # a compiled step does the same
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    blocks = Blocks()
+    for size in (256, 2048):
+        rows = 24 * size // 128, 20 * size // 128
+        start, *gradients = (
+            # Rows have different sizes
+            [(noise(n, generator) * noise(n, generator)[:, :1].exp()).to(device) for n in rows]
+            for _ in range(7)
+        )
+        settings = {**optimizer.param_groups[0], "params": start, "lr": 0.1}
+        of_blocks = {**settings, "params": [every_other_block(start, size)]}
+        gradients_of_blocks = ([every_other_block(x, size)] for x in gradients)
+        try:
+            whole = trained(entry, optimizer, settings, gradients)
+            copies = [*whole.parameters.values()]
+            states = [dict(tensors_in({**whole.optimizer.state.get(p, {})})) for p in copies]
+            names = [{(name, x.numel()) for name, x in state.items()} for state in states]
+            fixed = frozenset(name for name, _ in names[0] & names[1])
+            codes = any(x.element_size() == 1 for x in states[0].values())
+            total, _ = memory(whole.optimizer, copies, [[p.numel()] for p in copies])
+            blocks = Blocks(0, total, fixed, codes)
+            again = trained(entry, optimizer, settings, gradients, draws=True).parameters.values()
+            alone = trained(entry, optimizer, of_blocks, gradients_of_blocks).parameters.values()
+            exact, other = (every_other_block(x, size).float() for x in (copies, again))
+            if (joined(alone).float() - exact).norm() <= 1.1 * (other - exact).norm():
+                return blocks._replace(size=size)
+        except Exception:  # it takes no tensors of one dimension, or fails in every step
+            continue
+    return blocks
+
+
 class RealCopy:
     """A real optimizer beside a script's, and what was measured of it.
 
-    `copy`      None before the first step, and once it makes no more steps
-    `start`     sampled weights [T, P] at the beginning of the window
-    `drifted`   the share of the numbers that drift in each window
-    `longest`   the longest step of each of the T tensors, in learning rates
-    `leaps`     the updates with a leap
-    `reason`    why it is not judged; empty if it is
-    `diverged`  the update at which its weights were no longer finite; 0 if they are
-    `bytes`     what is kept of a parameter; 0 before the first step
+    `blocks`     how it treats large tensors
+    `copy`       None before the first step, and once it makes no more steps
+    `start`      sampled weights [T, P] at the beginning of the window
+    `distances`  the longest step of each of the T tensors in each update since `look_back`, [T]
+    `drifted`    the share of the numbers that drift in each window
+    `longest`    the longest step of each of the T tensors, in learning rates
+    `leaps`      the updates with a leap
+    `reason`     why it is not judged; empty if it is
+    `diverged`   the update at which its weights were no longer finite; 0 if they are
+    `bytes`      what is kept of a parameter; 0 before the first step
     """
 
     def __init__(self, entry: RealOptimizer, watcher: Watcher):
         self.entry = entry
+        self.blocks = blocks_of(entry, watcher.optimizer, watcher.device)
         self.copy: OptimizerCopy | None = None
-        self.ruler = Ruler(watcher.sample, [entry.text], watcher.tensor_names)
+        self.distances: list[torch.Tensor] = []
         self.drifted: list[float] = []
         self.longest = np.zeros(len(watcher.references), np.float32)
         self.leaps: list[int] = []
@@ -404,29 +547,45 @@ class RealCopy:
             if isinstance(error, ValueError) and text.startswith(self.entry.text):
                 self.reason = text.removeprefix(f"{self.entry.text}: ")
 
-    def make(self, optimizer: torch.optim.Optimizer) -> None:
-        self.copy = OptimizerCopy(self.entry, optimizer)
-        self.remarks = self.copy.remarks  # the same list, to which the copy may add
+    def make(self, optimizer: torch.optim.Optimizer, aside: Aside) -> None:
+        self.copy = OptimizerCopy(self.entry, optimizer, aside)
+        self.remarks += self.copy.remarks
+        self.copy.remarks = self.remarks  # the same list, to which the copy may add
 
 
 class CopyShadow(Shadow):
-    """Real optimizers beside a script's, each on its own copy of the parameters.
+    """Real optimizers beside a script's, each on its own copy of the same stand-ins.
 
     `watcher`  the script's optimizer
-    `entries`  which real optimizers
+    `copies`   the real optimizers
     `length`   updates in a window
+    `block`    how many numbers the blocks of the stand-ins have; 0 for whole tensors
+    `tell`     is told how much memory the copies will take
     """
 
-    def __init__(self, watcher: Watcher, entries: list[RealOptimizer], length: int):
+    def __init__(
+        self,
+        watcher: Watcher,
+        copies: list[RealCopy],
+        length: int,
+        block: int,
+        tell: Callable[[str], None],
+    ):
         super().__init__(watcher, [], length)
-        self.copies = [RealCopy(entry, watcher) for entry in entries]
+        self.copies = copies
+        self.block = block
+        self.tell = tell
+        self.aside = Aside()
+        self.is_on_host = watcher.device.type == "cpu"
+        self.stand_ins: StandIns | None = None
         tensors = len(watcher.references)
         self.longest = np.zeros(tensors, np.float32)  # the script's own longest steps
         self.longest_ways = np.zeros(tensors)  # the script's, in a window
+        self.distances: list[torch.Tensor] = []  # the script's, as a RealCopy's
+        self.rates: list[np.ndarray] = []  # learning rates [T] of the updates since `look_back`
         self.updates = 0
         self.learning_rates = np.zeros(max(watcher.group) + 1)  # of the groups; sums over updates
-        self.last: list[torch.Tensor] | None = None  # the script's weights after its last step
-        self.checksums: list[int] = []  # of the state of the script's optimizer after that
+        self.marks: bytes | list = b""  # of the state of the script's optimizer after a step
 
     @property
     def active(self) -> list[RealCopy]:
@@ -439,53 +598,79 @@ class CopyShadow(Shadow):
         script's weights and the state of its optimizer since the last step."""
         optimizer = self.watcher.optimizer
         parameters = self.watcher.parameters
-        sample = self.watcher.sample
-        if self.last is None:
-            self.last = [p.detach().clone() for p in parameters]
-            for real in self.copies:
-                real.attempt("could not be made", real.make, optimizer)
-            self.checksums = state_checksums(optimizer)
-            self.begin_window()
-            return
-        if state_checksums(optimizer) != self.checksums:
+        if self.stand_ins is None or self.stand_ins.tears(parameters):
+            self.make_copies(optimizer, parameters)
+        elif marks_of_state(optimizer, self.is_on_host) != self.marks:
+            stand_in = self.stand_ins.optimizer(optimizer, parameters, state=True)
             for real in self.active:
-                real.attempt("failed", real.copy.take_state, optimizer)
-        changes = torch._foreach_sub(parameters, self.last)
-        # A NaN is a change, too
-        if not torch.stack(torch._foreach_norm(changes, torch.inf)).any():
+                real.attempt("failed", real.copy.take_state, stand_in)
+        numbers = self.stand_ins.read(parameters)
+        change = numbers - self.stand_ins.numbers
+        # A NaN is a change, too. A GPU would have to be waited for.
+        if self.is_on_host and not change.any():
             return
         # A window then begins so far away that its way is the same as without the change
-        self.start = sample.take(parameters) - (sample.take(self.last) - self.start)
-        torch._foreach_copy_(self.last, parameters)
+        self.start += change[self.stand_ins.positions]
+        self.stand_ins.numbers.copy_(numbers)
         for real in self.active:
-            way = self.weights_of(real) - real.start
-            copies = self.parameters_of(real)
-            torch._foreach_add_(copies, [change.to(copies[0].dtype) for change in changes])
-            real.start = self.weights_of(real) - way
+            weights = self.weights_of(real)
+            for copy, part in zip(self.copies_of(real), self.stand_ins.split(change), strict=True):
+                copy += part.to(copy.dtype)
+            real.start += self.weights_of(real) - weights
+
+    def make_copies(self, optimizer, parameters: list[torch.Tensor]) -> None:
+        """Makes the copies. They begin where the script is, and so they do once more when some
+        parameters of a common stand-in have no gradient: each then has a stand-in of its own."""
+        self.look_back()
+        joins = self.stand_ins is None
+        sample = self.watcher.sample
+        group = self.watcher.group
+        self.stand_ins = StandIns(optimizer, parameters, group, sample, self.block, joins)
+        stand_in = self.stand_ins.optimizer(optimizer, parameters, state=True)
+        for real in self.copies if joins else self.active:
+            real.attempt("could not be made", real.make, stand_in, self.aside)
+            if joins:
+                real.ruler = Ruler(
+                    self.stand_ins.sample, [real.entry.text], self.watcher.tensor_names
+                )
+            else:
+                real.remarks.append(
+                    f"it began anew after update {self.updates}, when some tensors had no gradient"
+                )
+        self.begin_window()
+        if joins:
+            followed = len(self.stand_ins.numbers)
+            # What they keep and a gradient, and the script's weights and gradients in float32
+            total = followed * (8 + sum(real.blocks.bytes + 4 for real in self.copies))
+            self.tell(
+                f"{self.watcher.name}: {', '.join(real.entry.text for real in self.copies)}: on "
+                f"{followed:,} of {sample.sizes.sum():,} numbers, about {total / 1e6:,.3g} MB"
+            )
 
     def begin_window(self) -> None:
-        self.start = self.weights_of()
+        self.start = self.stand_ins.numbers[self.stand_ins.positions]
         for real in self.active:
             real.start = self.weights_of(real)
 
-    def parameters_of(self, real: RealCopy) -> list[torch.Tensor]:
-        """A copy's parameters, in the order of the script's."""
-        return [real.copy.parameters[id(p)] for p in self.watcher.parameters]
+    def copies_of(self, real: RealCopy) -> list[torch.Tensor]:
+        """A copy's parameters, in the order of the stand-ins."""
+        return [real.copy.parameters[id(x)] for x in self.stand_ins.tensors]
 
-    def weights_of(self, real: RealCopy | None = None) -> np.ndarray:
-        """The sampled weights [T, P] of a copy, or of the script.
+    def weights_of(self, real: RealCopy) -> torch.Tensor:
+        """The sampled weights [T, P] of a copy, float32.
 
         They are the parameters. A Kahan sum keeps what rounding has left out of a parameter beside
         it, and adds it as soon as it is large enough. So a weight is the sum of both. Where nothing
         is kept, optimi has a single number or None.
         """
-        optimizer = real.copy.optimizer if real else self.watcher.optimizer
-        parameters = self.parameters_of(real) if real else self.watcher.parameters
-        rests = [optimizer.state.get(p, {}).get("kahan_comp") for p in parameters]
-        pairs = zip(parameters, rests, strict=True)
+        copies = self.copies_of(real)
+        rests = [real.copy.optimizer.state.get(p, {}).get("kahan_comp") for p in copies]
+        pairs = zip(copies, rests, strict=True)
         rests = [x if getattr(x, "shape", None) == p.shape else None for p, x in pairs]
-        sample = self.watcher.sample
-        return sample.take(parameters) + sample.take(dense(parameters, rests))
+        parts = [
+            joined(x)[self.stand_ins.positions].float() for x in (copies, dense(copies, rests))
+        ]
+        return parts[0] + parts[1]
 
     @torch.no_grad()
     def after(self, update: Update) -> None:
@@ -495,36 +680,78 @@ class CopyShadow(Shadow):
         self.updates += 1
         rates = np.array([settings.learning_rate for settings in update.settings])
         self.learning_rates += rates
-        lr = rates[self.watcher.group].astype(np.float32)
-        self.longest = np.maximum(self.longest, longest_steps(self.last, parameters, lr))
+        self.rates.append(rates[self.watcher.group].astype(np.float32))
+        stand_in = self.stand_ins.optimizer(optimizer, parameters)
+        with self.aside.entered():
+            for real in self.active:
+                self.step(real, stand_in)
         if self.updates == 1:
-            self.own_bytes, _ = memory(optimizer, parameters)
-        for real in self.active:
-            self.step(real, lr)
-        torch._foreach_copy_(self.last, parameters)
-        self.checksums = state_checksums(optimizer)
+            sizes = self.watcher.sample.sizes.tolist()
+            self.own_bytes, _ = memory(optimizer, parameters, [[size] for size in sizes])
+            stand_for = [[sizes[t] for t in part] for part in self.stand_ins.parts]
+            for real in self.active:
+                kept = real.copy.optimizer, self.copies_of(real), stand_for, real.blocks.fixed
+                real.bytes, real.in_float32 = memory(*kept)
+        numbers = self.stand_ins.read(parameters)
+        self.distances.append(self.farthest(self.stand_ins.numbers, numbers))
+        self.stand_ins.numbers.copy_(numbers)
+        self.marks = marks_of_state(optimizer, self.is_on_host)
         if self.updates % self.length == 0:
             self.end_window()
 
-    def step(self, real: RealCopy, lr: np.ndarray) -> None:
+    def step(self, real: RealCopy, stand_in: torch.optim.Optimizer) -> None:
         """Lets one copy make a step."""
-        copies = self.parameters_of(real)
-        before = [copy.clone() for copy in copies]
-        what = f"failed in step {self.updates}"
-        real.attempt(what, real.copy.step, self.watcher.optimizer)
-        if real.copy is None:
+        before = joined(self.copies_of(real))
+        real.attempt(f"failed in step {self.updates}", real.copy.step, stand_in)
+        if real.copy is not None:
+            real.distances.append(self.farthest(before, joined(self.copies_of(real))))
+
+    def farthest(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        """The farthest that a number of each tensor has moved, float32 [T], in the order of the
+        parts, from all numbers [N] before a step and after it.
+
+        In 16 bits, a number moves by whole spacings, however short the step. So one spacing is
+        taken off.
+        """
+        moved = after.float() - before.float()
+        if after.dtype != torch.float32:
+            larger = torch.maximum(before.abs(), after.abs())
+            next_number = (larger.view(torch.int16) + 1).view(after.dtype)
+            moved = (moved.abs() - (next_number.float() - larger.float())).clamp(min=0)
+        return torch.stack(torch._foreach_norm(moved.split(self.stand_ins.counts), torch.inf))
+
+    def look_back(self) -> None:
+        """Looks at the steps since it did so last. A step that is longer than 10 of the script's
+        longest ones is a leap. A copy whose weights are no longer finite ends."""
+        if not self.rates:
             return
-        # A step that is longer than 10 of the script's longest ones is a leap
-        leap = 10 * float(self.longest.max())
-        longest = longest_steps(before, copies, lr, np.minimum(real.longest, leap))
-        real.longest = np.maximum(real.longest, longest)
-        if longest.max() > leap > 0:
-            real.leaps.append(self.updates)
-        if self.updates == 1:
-            real.bytes, real.in_float32 = memory(real.copy.optimizer, copies)
-        if not np.isfinite(longest).all():
-            real.diverged = self.updates
-            real.copy = None
+        first = self.updates - len(self.rates) + 1
+        order = np.argsort(self.stand_ins.order)
+        rates = np.stack(self.rates)
+
+        def longest_steps(distances: list[torch.Tensor]) -> np.ndarray:
+            """The longest step of each tensor in each update, in learning rates."""
+            steps = torch.stack(distances).cpu().numpy()[:, order]
+            lr = rates[: len(steps)]
+            return np.divide(steps, lr, out=np.zeros_like(lr), where=lr > 0)
+
+        own = np.vstack([self.longest, longest_steps(self.distances)])
+        self.longest = own.max(0)
+        limits = 10 * np.maximum.accumulate(own.max(1))[1:]
+        for real in self.copies:
+            if real.distances:
+                steps = longest_steps(real.distances)
+                finite = np.isfinite(steps).all(1)
+                if not finite.all():
+                    steps = steps[: finite.argmin() + 1]
+                    real.diverged = first + len(steps) - 1
+                    real.copy = None
+                leaps = (steps.max(1) > limits[: len(steps)]) & (limits[: len(steps)] > 0)
+                real.leaps += (first + np.flatnonzero(leaps)).tolist()
+                real.longest = np.maximum(real.longest, steps.max(0))
+                real.distances = []
+        self.distances = []
+        self.rates = []
 
     def end_window(self) -> None:
         """Measures the window, and begins the next one.
@@ -534,12 +761,14 @@ class CopyShadow(Shadow):
         with the longest way so far. A shorter way may be the rounding of a difference, or the end
         of a momentum, which float32 has rounded away a bit earlier.
         """
-        sample = self.watcher.sample
-        true = self.weights_of() - self.start
-        ways = np.sqrt(sample.mean(np.square(true)))  # [T]
-        self.longest_ways = np.maximum(self.longest_ways, ways)
-        for real in self.active:
-            moved = self.weights_of(real) - real.start
+        self.look_back()
+        sample = self.stand_ins.sample
+        ways = [self.stand_ins.numbers[self.stand_ins.positions] - self.start]
+        ways += [self.weights_of(real) - real.start for real in self.active]
+        true, *moved_by_copies = torch.stack(ways).cpu().numpy()
+        lengths = np.sqrt(sample.mean(np.square(true)))  # [T]
+        self.longest_ways = np.maximum(self.longest_ways, lengths)
+        for real, moved in zip(self.active, moved_by_copies, strict=True):
             lost = (moved == 0) & (true != 0)
             real.ruler.add(moved[None], true, lost[None])
             drifts = (true == 0) & (np.abs(moved) > 0.1 * self.longest_ways[:, None])
@@ -548,6 +777,7 @@ class CopyShadow(Shadow):
 
     def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
         """The finding of each copy, in the order of the entries, without cures."""
+        self.look_back()
         return [self.finding_of(real, tolerates) for real in self.copies]
 
     def finding_of(self, real: RealCopy, tolerates: tuple[float, float]) -> Finding:
@@ -589,6 +819,17 @@ class CopyShadow(Shadow):
         ]
         if real.in_float32:
             remarks.append(f"{real.in_float32} of {len(real.longest)} tensors stay in float32")
+        followed = len(self.stand_ins.numbers)
+        total = self.watcher.sample.sizes.sum()
+        if followed < total:
+            remarks.append(f"all this on {followed:,} of {total:,} numbers")
+            if real.blocks.codes and not real.leaps:
+                remarks.append('perhaps "leaps" in the others')
+        elif not real.blocks.size:
+            remarks.append(
+                "it ran on whole tensors, because a step on blocks of them is another one: "
+                f"{real.bytes * total / 1e6:,.3g} MB"
+            )
         return finding._replace(why="; ".join([finding.why, *remarks]))
 
     def decay_rate(self, real: RealCopy) -> float:
@@ -607,51 +848,41 @@ class CopyShadow(Shadow):
         if not any(decays):
             return np.nan
         number = int(np.argmax(decays))
-        generator = torch.Generator(device="cpu").manual_seed(0)
-        weights = torch.randn(64, 64, generator=generator, dtype=torch.float32, device="cpu")
-        start = torch.nn.Parameter(weights.to(self.watcher.device))
-        start.grad = torch.zeros_like(start)
-        # An optimizer with one parameter and the script's settings, which makes no step
-        settings = {**optimizer.param_groups[number], "params": [start], "lr": rates[number]}
-        scheduled = object.__new__(type(optimizer))
-        vars(scheduled).update(vars(optimizer), param_groups=[settings], state={})
+        # Until weight decay has taken a tenth, but within limits
+        steps = int(np.clip(0.1 / decays[number], 64, 256))
+        start = noise(32, torch.Generator(device="cpu").manual_seed(0)).view(64, 64)
+        start = start.to(self.watcher.device)
+        group = optimizer.param_groups[number]
+        settings = {**group, "params": [start], "lr": rates[number]}
+        gradients = [[torch.zeros_like(start)]] * steps
         own = RealOptimizer("model=fp32", "", {}, "", {}, False)
         moved = []
         try:
             for entry in (own, real.entry):
-                copy = OptimizerCopy(entry, scheduled)
-                copied = copy.parameters[id(start)].detach()
-                before = copied.float().clone()
-                # Until weight decay has taken a tenth, but within limits
-                for _ in range(int(np.clip(0.1 / decays[number], 64, 256))):
-                    copy.step(scheduled)
-                moved.append(copied.float() - before)
+                (end,) = trained(entry, optimizer, settings, gradients).parameters.values()
+                moved.append(end.detach().float() - start.to(end.dtype).float())
         except Exception:  # the decay is a note; the rate stands without it
             return np.nan
         true, with_real = moved
         return float((with_real * true).sum() / true.square().sum())
 
 
-def longest_steps(
-    before: list[torch.Tensor],
-    after: list[torch.Tensor],
-    lr: np.ndarray,
-    known: np.ndarray | None = None,
-) -> np.ndarray:
-    """The farthest that a number of each tensor has moved, in learning rates, float32 [T].
+def joined(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The numbers of tensors as one row [N]."""
+    return torch.cat([x.detach().reshape(-1) for x in tensors])
 
-    In 16 bits, a number moves by whole spacings, however short the step. So one spacing is taken
-    off. That is computed only where the result may be longer than `known`.
-    """
-    moved = torch._foreach_sub(after, before)
-    distances = torch.stack(torch._foreach_norm(moved, torch.inf)).float().cpu().numpy()
-    longest = np.divide(distances, lr, out=np.zeros_like(lr), where=lr > 0)
-    if after[0].dtype == torch.float32:
-        return longest
-    for t in np.flatnonzero(longest > known):
-        farther = torch.maximum(before[t].abs(), after[t].abs()).float()
-        _, exponent = torch.frexp(farther)  # farther = fraction 2^exponent, fraction below 1
-        spacing = torch.exp2((exponent - 1).float()) * torch.finfo(after[t].dtype).eps
-        distance = (after[t].float() - before[t].float()).abs() - spacing
-        longest[t] = float(distance.max().clamp(min=0)) / lr[t]
-    return longest
+
+def copy_shadows(
+    watcher: Watcher,
+    entries: list[RealOptimizer],
+    length: int,
+    whole: bool,
+    tell: Callable[[str], None],
+) -> list[CopyShadow]:
+    """The shadows for real optimizers, by the size of blocks. `whole` asks for whole tensors."""
+    copies = [RealCopy(entry, watcher) for entry in entries]
+    size_of = {real: 0 if whole else real.blocks.size for real in copies}
+    return [
+        CopyShadow(watcher, [x for x in copies if size_of[x] == size], length, size, tell)
+        for size in dict.fromkeys(size_of.values())
+    ]

@@ -69,6 +69,8 @@ class Sample:
         # So few numbers are joined to one tensor, which is read at once
         self.is_joined = self.sizes.sum() <= 2**18
         self.index_joined: dict[int, torch.Tensor] = {}  # by how many lists are joined
+        # Of which block each number is, [P], by the tensors that are followed in some blocks alone
+        self.blocks: dict[int, np.ndarray] = {}
 
     @torch.no_grad()
     def read(self, tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -81,7 +83,7 @@ class Sample:
         if self.is_joined:
             if times not in self.index_joined:
                 # Where each tensor begins
-                ends = np.cumsum(np.tile(self.sizes, times))
+                ends = np.cumsum([x.numel() for x in tensors])
                 begins = torch.tensor([0, *ends[:-1]], device=self.index[0].device).unsqueeze(1)
                 self.index_joined[times] = (torch.stack(self.index * times) + begins).flatten()
             index = self.index_joined[times]
@@ -109,11 +111,16 @@ class Sample:
 
         It is the squared standard error of a random sample without replacement. It is 0 for a
         tensor that is followed whole, unless `is_noisy`: noise that each number has of its own
-        makes all numbers of a tensor a sample, too.
+        makes all numbers of a tensor a sample, too. Numbers of one block may be alike. So where a
+        tensor is followed in some blocks, these are the sample (Cochran on cluster sampling).
         """
         deviations = x - self.mean(x)[:, None]
         # Entries that repeat the only number of a tensor differ by their noise.
         squared_errors = self.mean(np.square(deviations)) / np.maximum(self.followed - 1, 1)
+        for t, blocks in self.blocks.items():
+            sums = np.bincount(blocks, deviations[t])
+            count = len(np.unique(blocks))
+            squared_errors[t] = np.square(sums).sum() / len(blocks) ** 2 * count / (count - 1)
         if is_noisy:
             return squared_errors
         return squared_errors * (1 - self.followed / self.sizes)
