@@ -13,7 +13,9 @@ from torch import nn
 
 from fp8rl.bits.catalogue import CATALOGUE
 from fp8rl.doctor import Doctor
+from fp8rl.doctor.copies import CopyShadow
 from fp8rl.doctor.keep import Keep
+from fp8rl.doctor.watcher import shadow_steps
 
 HERE = "test_real_optimizers"  # the module in which optimizers of these tests are found
 
@@ -67,6 +69,17 @@ class OtherNames(torch.optim.SGD):
             state["state1"] = state.pop("momentum_buffer")
 
 
+class Normed(torch.optim.SGD):
+    """Divides gradients by the norm of all of them."""
+
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        for g in gradients:
+            g.div_(norm)
+        super().step()
+
+
 class Kahan(torch.optim.SGD):
     """Keeps beside each parameter what is left of a step once the parameter is rounded."""
 
@@ -98,7 +111,7 @@ def train(model: nn.Module, optimizer, updates: int = 96, between=lambda: None) 
         x = torch.randn(16, 4)
         optimizer.zero_grad()
         (model(x) - x.sum(1, keepdim=True).sin()).square().mean().backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         optimizer.step()
         between()
     return gradients
@@ -114,12 +127,12 @@ def watched(entries, kind=torch.optim.Adam, updates=96, **options) -> list:
 
 
 def stepped(
-    entries, gradient, kind=torch.optim.Adam, lr=1e-3, updates=128, start=torch.ones
+    entries, gradient, kind=torch.optim.Adam, lr=1e-3, updates=128, start=torch.ones, whole=False
 ) -> list:
     """The findings of steps of one tensor, whose gradients are given."""
-    weight = nn.Parameter(start(64, 64))
+    weight = nn.Parameter(start(gradient().shape))
     optimizer = kind([weight], lr=lr)
-    doctor = Doctor(optimizer, formats=entries)
+    doctor = Doctor(optimizer, formats=entries, whole=whole)
     for _ in range(updates):
         weight.grad = gradient()
         optimizer.step()
@@ -149,6 +162,14 @@ half = functools.partial(stepped, gradient=of_half_a_tensor)
 slow_sgd = functools.partial(stepped, gradient=ones, kind=torch.optim.SGD, lr=1e-4, updates=32)
 longer = functools.partial(watched, updates=128)
 sgd = functools.partial(watched, kind=torch.optim.SGD)
+
+
+def of_a_large_tensor() -> torch.Tensor:
+    return torch.randn(256, 260) + 1
+
+
+large = functools.partial(stepped, gradient=of_a_large_tensor, start=torch.randn, updates=32)
+large_sgd = functools.partial(large, kind=torch.optim.SGD)
 adamw = functools.partial(watched, kind=torch.optim.AdamW, weight_decay=0.1)
 fast_adamw = functools.partial(adamw, lr=1e-2)
 SAME = "it is the same as the script's own: its steps are equal, bit for bit"
@@ -175,6 +196,17 @@ FOUND = [  # a training, a real optimizer, its word, its rate, and part of its l
     (watched, f"{HERE}:EstimatesItsRate:lr=1e-3", "as float32", 1, "its steps are equal"),
     (functools.partial(changed, begin=0), f"{HERE}:OtherNames", "as float32", 1, NO_STATE),
     (functools.partial(changed, begin=32), f"{HERE}:OtherNames", "as float32", 0.87, NO_STATE),
+]
+PARTS = "all this on 32,768 of 66,560 numbers"
+WHOLE = "it ran on whole tensors, because a step on blocks of them is another one: "
+FOUND += [  # of a large tensor, on some blocks if the class treats them alone
+    (large, "torch.optim:Adam", "as float32", 1, f"{SAME}; longest step "),
+    (large, "torch.optim:Adam", "as float32", 1, PARTS),
+    (functools.partial(large, whole=True), "torch.optim:Adam", "as float32", 1, SAME),
+    (large, "torch.optim:Adam:bf16", "slower", 0.22, PARTS),
+    (functools.partial(large, whole=True), "torch.optim:Adam:bf16", "slower", 0.22, "6 bytes"),
+    (large_sgd, f"{HERE}:Normed", "stalls", 0, f"{WHOLE}0.266 MB"),
+    (large_sgd, "torch.optim:Muon:momentum=0.0", "stalls", 0, WHOLE),
 ]
 NOT_JUDGED = [  # it cannot stand for the script's class
     (watched, "torch.optim:SGD", "SGD has no betas"),
@@ -217,6 +249,7 @@ def test_usual_optimizers_learn_about_as_float32(name):
         updates=64,
         start=torch.randn,
     )
+    assert WHOLE not in finding.why
     # Schedule-Free evaluates an average, which follows from a distance
     is_average = name == "schedulefree"
     assert (0.2 if is_average else 0.7) < finding.rate < 1.4, finding
@@ -252,9 +285,15 @@ def clear_moments(model, optimizer):
                 x.data.zero_()
 
 
+def freeze(model, optimizer):
+    """Leaves a layer without gradients, whose parameters had a stand-in with those of others."""
+    model[0].requires_grad_(False)
+
+
 # What a script may do between two steps
 CHANGES = {
     "clamp": clamp,
+    "freeze": freeze,
     "zeroed moments": clear_moments,
     "empty state": lambda model, optimizer: optimizer.state.clear(),
     "loaded state": lambda model, optimizer: optimizer.load_state_dict(
@@ -308,6 +347,31 @@ def test_script_s_own_class_is_the_control_whatever_other_code_changes(kind, cha
     plain = changed_training(kind, CHANGES[change], lambda optimizer: contextlib.nullcontext())
     for p, q in zip(kept.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_a_gpu_is_waited_for_once_a_window(monkeypatch):
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    doctor = Doctor(optimizer, formats=["model=bf16", "optimizer=torch.optim:Adam"])
+    (shadow,) = [x for x in doctor.patients[0].watcher.shadows if isinstance(x, CopyShadow)]
+    shadow.is_on_host = False  # it takes the CPU for a GPU
+    waits = []  # by updates of this shadow
+
+    def counted(tensor, method, *arguments):
+        waits.append(None if shadow_steps.get() else shadow.updates)
+        return method(tensor, *arguments)
+
+    def noting(method, *arguments):
+        with monkeypatch.context() as patch:
+            for name in ("cpu", "numpy", "item", "tolist", "__bool__", "__float__"):
+                counting = functools.partialmethod(counted, getattr(torch.Tensor, name))
+                patch.setattr(torch.Tensor, name, counting)
+            return method(*arguments)
+
+    monkeypatch.setattr(shadow, "before", functools.partial(noting, shadow.before))
+    monkeypatch.setattr(shadow, "after", functools.partial(noting, shadow.after))
+    train(model, optimizer, 80)
+    assert {*waits} - {None} == {32, 64}
 
 
 REFUSED = {

@@ -600,7 +600,7 @@ class CopyShadow(Shadow):
         parameters = self.watcher.parameters
         if self.stand_ins is None or self.stand_ins.tears(parameters):
             self.make_copies(optimizer, parameters)
-        elif marks_of_state(optimizer, self.is_on_host) != self.marks:
+        elif self.marks_among(self.watcher.read) != self.marks:
             stand_in = self.stand_ins.optimizer(optimizer, parameters, state=True)
             for real in self.active:
                 real.attempt("failed", real.copy.take_state, stand_in)
@@ -646,6 +646,13 @@ class CopyShadow(Shadow):
                 f"{self.watcher.name}: {', '.join(real.entry.text for real in self.copies)}: on "
                 f"{followed:,} of {sample.sizes.sum():,} numbers, about {total / 1e6:,.3g} MB"
             )
+
+    def marks_among(self, numbers: torch.Tensor) -> bytes | list:
+        """What tells whether other code has changed the state of the script's optimizer. The watcher
+        has read `numbers`, of which Adam's moments are the last."""
+        if self.watcher.is_adam and self.is_on_host:
+            return numbers[-2 * len(self.watcher.references) :].numpy().tobytes()
+        return marks_of_state(self.watcher.optimizer, self.is_on_host)
 
     def begin_window(self) -> None:
         self.start = self.stand_ins.numbers[self.stand_ins.positions]
@@ -695,7 +702,7 @@ class CopyShadow(Shadow):
         numbers = self.stand_ins.read(parameters)
         self.distances.append(self.farthest(self.stand_ins.numbers, numbers))
         self.stand_ins.numbers.copy_(numbers)
-        self.marks = marks_of_state(optimizer, self.is_on_host)
+        self.marks = self.marks_among(update.after)
         if self.updates % self.length == 0:
             self.end_window()
 
@@ -718,7 +725,7 @@ class CopyShadow(Shadow):
             larger = torch.maximum(before.abs(), after.abs())
             next_number = (larger.view(torch.int16) + 1).view(after.dtype)
             moved = (moved.abs() - (next_number.float() - larger.float())).clamp(min=0)
-        return torch.stack(torch._foreach_norm(moved.split(self.stand_ins.counts), torch.inf))
+        return torch.stack(torch._foreach_max(moved.abs().split(self.stand_ins.counts)))
 
     def look_back(self) -> None:
         """Looks at the steps since it did so last. A step that is longer than 10 of the script's

@@ -52,7 +52,7 @@ class StandIns:
     ):
         self.block = block
         self.group = group
-        self.index: list[torch.Tensor | slice] = [slice(None)] * len(parameters)
+        self.index: list[torch.Tensor | None] = [None] * len(parameters)  # None for all numbers
         self.sample = copy.copy(sample)
         self.sample.blocks = {}
         generator = torch.Generator(device="cpu").manual_seed(0)
@@ -104,7 +104,8 @@ class StandIns:
 
     def pick(self, t: int, x: torch.Tensor) -> torch.Tensor:
         """The numbers of a tensor like the parameter t that stand in for it."""
-        return x.detach().reshape(-1)[self.index[t]]
+        x = x.reshape(-1)
+        return x if self.index[t] is None else x.index_select(0, self.index[t])
 
     def read(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """The numbers [N] of T tensors like the parameters."""

@@ -190,10 +190,9 @@ class Doctor(Hooks):
             [text for text in self.formats if split_entry(text)[0] in places]
             for places in (OPERANDS, STATE, SUMS)
         )
-        watcher.shadows = [
-            LookShadow(watcher, operands),
-            RowShadow(watcher, state, self.length, self.seed),
-        ]
+        watcher.shadows = [LookShadow(watcher, operands)]
+        if state:
+            watcher.shadows.append(RowShadow(watcher, state, self.length, self.seed))
         if sums:
             shadow = SumShadow(watcher, sums, self.length, self.seed)
             watcher.shadows.append(shadow)
