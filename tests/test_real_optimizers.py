@@ -15,6 +15,8 @@ from fp8rl.bits.catalogue import CATALOGUE
 from fp8rl.doctor import Doctor
 from fp8rl.doctor.copies import CopyShadow
 from fp8rl.doctor.keep import Keep
+from fp8rl.doctor.ruler import Sample
+from fp8rl.doctor.stand_ins import StandIns
 from fp8rl.doctor.watcher import shadow_steps
 
 HERE = "test_real_optimizers"  # the module in which optimizers of these tests are found
@@ -347,6 +349,28 @@ def test_script_s_own_class_is_the_control_whatever_other_code_changes(kind, cha
     plain = changed_training(kind, CHANGES[change], lambda optimizer: contextlib.nullcontext())
     for p, q in zip(kept.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_a_class_decides_of_stand_ins_as_of_their_tensors():
+    shapes = [(4100,), (64, 64), (9000,), (300,), (4000,), (256, 260), (400,), (2048, 20)]
+    tensors = [torch.randn(shape) for shape in shapes]
+    for x in tensors:
+        x.grad = torch.ones_like(x)
+    optimizer = torch.optim.Adam([{"params": tensors[:7]}, {"params": tensors[7:]}])
+    sample = Sample(tensors, 512, 0)
+    stand_ins = StandIns(optimizer, tensors, [0] * 7 + [1], sample, 256)
+    assert stand_ins.parts == [[0], [1, 5], [2], [3], [4], [6], [7]]
+    for part, stand_in in zip(stand_ins.parts, stand_ins.tensors, strict=True):
+        for x in (tensors[t] for t in part):
+            assert (len(stand_in) >= 4096) == (x.numel() >= 4096)
+            assert (len(stand_in) % 256 == 0) == (x.numel() % 256 == 0)
+    # 64 numbers of 16 blocks, alike within a block, are worth 16 numbers
+    alike = torch.zeros(8, 64)
+    alike[5] = torch.randn(260)[stand_ins.sample.blocks[5]]
+    expected = float(alike[5].var()) / 16
+    assert stand_ins.sample.squared_errors(alike.numpy(), True)[5] == pytest.approx(
+        expected, rel=0.5
+    )
 
 
 def test_a_gpu_is_waited_for_once_a_window(monkeypatch):

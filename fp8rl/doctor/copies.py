@@ -499,8 +499,9 @@ def blocks_of(entry: RealOptimizer, optimizer: torch.optim.Optimizer, device) ->
             blocks = Blocks(0, total, fixed, codes)
             again = trained(entry, optimizer, settings, gradients, draws=True).parameters.values()
             alone = trained(entry, optimizer, of_blocks, gradients_of_blocks).parameters.values()
-            exact, other = (every_other_block(x, size).float() for x in (copies, again))
-            if (joined(alone).float() - exact).norm() <= 1.1 * (other - exact).norm():
+            ends = joined(alone), every_other_block(copies, size), every_other_block(again, size)
+            end, exact, other = (x.float().nan_to_num() for x in ends)
+            if (end - exact).norm() <= 1.1 * (other - exact).norm():
                 return blocks._replace(size=size)
         except Exception:  # it takes no tensors of one dimension, or fails in every step
             continue
@@ -549,7 +550,7 @@ class RealCopy:
 
     def make(self, optimizer: torch.optim.Optimizer, aside: Aside) -> None:
         self.copy = OptimizerCopy(self.entry, optimizer, aside)
-        self.remarks += self.copy.remarks
+        self.remarks[:] = dict.fromkeys([*self.remarks, *self.copy.remarks])
         self.copy.remarks = self.remarks  # the same list, to which the copy may add
 
 
@@ -648,8 +649,8 @@ class CopyShadow(Shadow):
             )
 
     def marks_among(self, numbers: torch.Tensor) -> bytes | list:
-        """What tells whether other code has changed the state of the script's optimizer. The watcher
-        has read `numbers`, of which Adam's moments are the last."""
+        """What tells whether other code has changed the state of the script's optimizer. `numbers`
+        were read by the watcher, Adam's moments at the end."""
         if self.watcher.is_adam and self.is_on_host:
             return numbers[-2 * len(self.watcher.references) :].numpy().tobytes()
         return marks_of_state(self.watcher.optimizer, self.is_on_host)
