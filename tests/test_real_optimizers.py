@@ -166,11 +166,9 @@ longer = functools.partial(watched, updates=128)
 sgd = functools.partial(watched, kind=torch.optim.SGD)
 
 
-def of_a_large_tensor() -> torch.Tensor:
-    return torch.randn(256, 260) + 1
-
-
-large = functools.partial(stepped, gradient=of_a_large_tensor, start=torch.randn, updates=32)
+large = functools.partial(
+    stepped, gradient=lambda: torch.randn(256, 260) + 1, start=torch.randn, updates=32
+)
 large_sgd = functools.partial(large, kind=torch.optim.SGD)
 adamw = functools.partial(watched, kind=torch.optim.AdamW, weight_decay=0.1)
 fast_adamw = functools.partial(adamw, lr=1e-2)
@@ -200,6 +198,7 @@ FOUND = [  # a training, a real optimizer, its word, its rate, and part of its l
     (functools.partial(changed, begin=32), f"{HERE}:OtherNames", "as float32", 0.87, NO_STATE),
 ]
 PARTS = "all this on 32,768 of 66,560 numbers"
+vanishing = functools.partial(stepped, gradient=functools.partial(torch.full, (64, 64), 1e-3))
 WHOLE = "it ran on whole tensors, because a step on blocks of them is another one: "
 FOUND += [  # of a large tensor, on some blocks if the class treats them alone
     (large, "torch.optim:Adam", "as float32", 1, f"{SAME}; longest step "),
@@ -207,6 +206,7 @@ FOUND += [  # of a large tensor, on some blocks if the class treats them alone
     (functools.partial(large, whole=True), "torch.optim:Adam", "as float32", 1, SAME),
     (large, "torch.optim:Adam:bf16", "slower", 0.22, PARTS),
     (functools.partial(large, whole=True), "torch.optim:Adam:bf16", "slower", 0.22, "6 bytes"),
+    (vanishing, "torch.optim:Adam:fp16", "diverges", torch.nan, "longest step inf learning rates"),
     (large_sgd, f"{HERE}:Normed", "stalls", 0, f"{WHOLE}0.266 MB"),
     (large_sgd, "torch.optim:Muon:momentum=0.0", "stalls", 0, WHOLE),
 ]
@@ -287,15 +287,11 @@ def clear_moments(model, optimizer):
                 x.data.zero_()
 
 
-def freeze(model, optimizer):
-    """Leaves a layer without gradients, whose parameters had a stand-in with those of others."""
-    model[0].requires_grad_(False)
-
-
 # What a script may do between two steps
 CHANGES = {
     "clamp": clamp,
-    "freeze": freeze,
+    # A layer whose parameters had a stand-in with those of others
+    "frozen layer": lambda model, optimizer: model[0].requires_grad_(False),
     "zeroed moments": clear_moments,
     "empty state": lambda model, optimizer: optimizer.state.clear(),
     "loaded state": lambda model, optimizer: optimizer.load_state_dict(

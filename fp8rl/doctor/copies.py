@@ -31,7 +31,7 @@ from ..bits.catalogue import RealOptimizer
 from ..bits.notation import split_entry
 from .findings import NOT_JUDGED, SAME, Finding, judge
 from .ruler import Ruler
-from .stand_ins import StandIns, with_groups
+from .stand_ins import LEAST, StandIns, with_groups
 from .watcher import NOT_IN_PROPORTION, Shadow, Update, Watcher, dense, shadow_steps
 
 PLAIN = {"Tensor", "Parameter"}  # classes of tensors that keep their numbers as their dtype says
@@ -644,8 +644,8 @@ class CopyShadow(Shadow):
             # What they keep and a gradient, and the script's weights and gradients in float32
             total = followed * (8 + sum(real.blocks.bytes + 4 for real in self.copies))
             self.tell(
-                f"{self.watcher.name}: {', '.join(real.entry.text for real in self.copies)}: on "
-                f"{followed:,} of {sample.sizes.sum():,} numbers, about {total / 1e6:,.3g} MB"
+                f"{', '.join(real.entry.text for real in self.copies)}: on {followed:,} of "
+                f"{sample.sizes.sum():,} numbers, about {total / 1e6:,.3g} MB"
             )
 
     def marks_among(self, numbers: torch.Tensor) -> bytes | list:
@@ -725,7 +725,8 @@ class CopyShadow(Shadow):
         if after.dtype != torch.float32:
             larger = torch.maximum(before.abs(), after.abs())
             next_number = (larger.view(torch.int16) + 1).view(after.dtype)
-            moved = (moved.abs() - (next_number.float() - larger.float())).clamp(min=0)
+            spacing = (next_number.float() - larger.float()).nan_to_num()  # none beside infinity
+            moved = (moved.abs() - spacing).clamp(min=0)
         return torch.stack(torch._foreach_max(moved.abs().split(self.stand_ins.counts)))
 
     def look_back(self) -> None:
@@ -833,7 +834,7 @@ class CopyShadow(Shadow):
             remarks.append(f"all this on {followed:,} of {total:,} numbers")
             if real.blocks.codes and not real.leaps:
                 remarks.append('perhaps "leaps" in the others')
-        elif not real.blocks.size:
+        elif not real.blocks.size and self.watcher.sample.sizes.max() > LEAST:
             remarks.append(
                 "it ran on whole tensors, because a step on blocks of them is another one: "
                 f"{real.bytes * total / 1e6:,.3g} MB"

@@ -197,7 +197,8 @@ class Doctor(Hooks):
             shadow = SumShadow(watcher, sums, self.length, self.seed)
             watcher.shadows.append(shadow)
             self.hooks += shadow.install(functools.partial(self.guarded, patient))
-        watcher.shadows += copy_shadows(watcher, self.real, self.length, self.whole, self.tell)
+        tell = functools.partial(self.tell_cost, patient)
+        watcher.shadows += copy_shadows(watcher, self.real, self.length, self.whole, tell)
         if self.searches_averages:
             watcher.shadows.append(AverageSearch(watcher, self.known, self.length))
         patient.watcher = watcher
@@ -340,10 +341,15 @@ class Doctor(Hooks):
         if patient.steps == 1:
             patient.began = ended
             patient.seconds = 0.0
-        elif patient.steps == 9 and self.real:
+        elif patient.steps == 9 and self.real and patient.watcher:
             elapsed = ended - patient.began
             factor = elapsed / (elapsed - patient.seconds)
-            self.tell(f"{patient.name}: eight steps took {factor:.2f} times as long as without it")
+            self.tell_cost(patient, f"eight steps took {factor:.2f} times as long as without it")
+
+    def tell_cost(self, patient: Patient, text: str) -> None:
+        """Tells what watching an optimizer costs. A script may make hundreds of them."""
+        if patient in self.patients[:4]:
+            self.tell(f"{patient.name}: {text}")
 
     def finds_old_cast(self) -> bool:
         """Whether autocast computes with casts of weights that are older than the weights.
