@@ -210,7 +210,7 @@ FOUND += [  # of a large tensor, on some blocks if the class treats them alone
     (large_sgd, f"{HERE}:Normed", "stalls", 0, f"{WHOLE}0.266 MB"),
     (large_sgd, "torch.optim:Muon:momentum=0.0", "stalls", 0, WHOLE),
 ]
-NOT_JUDGED = [  # it cannot stand for the script's class
+NOT_JUDGED = [  # it cannot stand for the script's class, or there is nothing to judge
     (watched, "torch.optim:SGD", "SGD has no betas"),
     (sgd, "torch.optim:Adam", "Adam has betas"),
     (sgd, "torch.optim:Nothing", "has no attribute 'Nothing'"),
@@ -221,6 +221,8 @@ NOT_JUDGED = [  # it cannot stand for the script's class
     (sgd, "torch.nowhere:SGD", "cannot be imported"),
     (adamw, "torch.optim:Muon", "Muon has no betas, which AdamW has"),
     (watched, f"{HERE}:EstimatesItsRate", "name its own, as in"),
+    (functools.partial(watched, updates=0), "bf16", "before a window was full"),
+    (functools.partial(watched, kind=torch.optim.Rprop), "bf16", "a step of Rprop is not in prop"),
 ]
 FOUND += [(how, entry, "not judged", torch.nan, part) for how, entry, part in NOT_JUDGED]
 
@@ -374,12 +376,11 @@ def test_a_gpu_is_waited_for_once_a_window(monkeypatch):
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     doctor = Doctor(optimizer, formats=["model=bf16", "optimizer=torch.optim:Adam"])
-    (shadow,) = [x for x in doctor.patients[0].watcher.shadows if isinstance(x, CopyShadow)]
-    shadow.is_on_host = False  # it takes the CPU for a GPU
-    waits = []  # by updates of this shadow
+    shadows = [x for x in doctor.patients[0].watcher.shadows if isinstance(x, CopyShadow)]
+    waits = []  # by updates of these shadows
 
     def counted(tensor, method, *arguments):
-        waits.append(None if shadow_steps.get() else shadow.updates)
+        waits.append(None if shadow_steps.get() else max(x.updates for x in shadows))
         return method(tensor, *arguments)
 
     def noting(method, *arguments):
@@ -389,8 +390,10 @@ def test_a_gpu_is_waited_for_once_a_window(monkeypatch):
                 patch.setattr(torch.Tensor, name, counting)
             return method(*arguments)
 
-    monkeypatch.setattr(shadow, "before", functools.partial(noting, shadow.before))
-    monkeypatch.setattr(shadow, "after", functools.partial(noting, shadow.after))
+    for shadow in shadows:
+        shadow.is_on_host = False  # it takes the CPU for a GPU
+        monkeypatch.setattr(shadow, "before", functools.partial(noting, shadow.before))
+        monkeypatch.setattr(shadow, "after", functools.partial(noting, shadow.after))
     train(model, optimizer, 80)
     assert {*waits} - {None} == {32, 64}
 

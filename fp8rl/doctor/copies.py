@@ -29,54 +29,12 @@ from torch.utils._pytree import tree_leaves
 
 from ..bits.catalogue import RealOptimizer
 from ..bits.notation import split_entry
-from .findings import NOT_JUDGED, SAME, Finding, judge
-from .ruler import Ruler
+from . import first_line
+from .findings import NOT_JUDGED, SAME, Finding
 from .stand_ins import LEAST, StandIns, with_groups
 from .watcher import NOT_IN_PROPORTION, Shadow, Update, Watcher, dense, shadow_steps
 
 PLAIN = {"Tensor", "Parameter"}  # classes of tensors that keep their numbers as their dtype says
-
-
-class Aside:
-    """Where real optimizers are called. Hooks of the script's optimizers can tell their steps from
-    the script's, and they draw random numbers of their own."""
-
-    def __init__(self):
-        self.random_states: list = []  # none before the first are drawn
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """A context for such calls. Within another one it changes nothing."""
-        if shadow_steps.get():
-            yield
-            return
-        token = shadow_steps.set(True)
-        self.exchange_random_numbers()
-        try:
-            yield
-        finally:
-            self.exchange_random_numbers()
-            shadow_steps.reset(token)
-
-    def exchange_random_numbers(self) -> None:
-        """Exchanges the states of the global generators of torch, NumPy and Python with its own.
-
-        Real optimizers that round stochastically draw from these. The script draws what it always
-        draws.
-        """
-        generators = [
-            (torch.get_rng_state, torch.set_rng_state),
-            (random.getstate, random.setstate),
-            (np.random.get_state, np.random.set_state),
-        ]
-        if torch.cuda.is_initialized():
-            generators.append((torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
-        states = [state_of() for state_of, _ in generators]
-        if not self.random_states:
-            torch.manual_seed(0)
-        for (_, restore), state in zip(generators, self.random_states, strict=False):
-            restore(state)
-        self.random_states = states
 
 
 class OptimizerCopy:
@@ -84,7 +42,6 @@ class OptimizerCopy:
 
     `entry`      which class, with which options (bits/catalogue.py)
     `optimizer`  the script's optimizer
-    `aside`      where it is called; by default, a place of its own
 
     `parameters` has the copy of each parameter by the identity of the script's one. `remarks` say
     in words which options are not the script's, and whether it once began without the script's
@@ -94,11 +51,9 @@ class OptimizerCopy:
     Raises ValueError, with a message of one line, where the class cannot stand for the script's.
     """
 
-    def __init__(
-        self, entry: RealOptimizer, optimizer: torch.optim.Optimizer, aside: Aside | None = None
-    ):
+    def __init__(self, entry: RealOptimizer, optimizer: torch.optim.Optimizer):
         self.entry = entry
-        self.aside = aside or Aside()
+        self.random_states: list = []  # none before the first are drawn
         # `shared` are the options that follow the script's, which a schedule may change
         self.factory, self.shared, self.remarks = class_and_options(entry, optimizer)
         self.parameters: dict[int, torch.nn.Parameter] = {}
@@ -159,15 +114,41 @@ class OptimizerCopy:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """A context for calls of the real optimizer."""
+        """A context for calls of the real optimizer.
+
+        Hooks of the script's optimizers can tell its steps from the script's, and it draws random
+        numbers of its own.
+        """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.aside.entered())
+            stack.callback(shadow_steps.reset, shadow_steps.set(True))
+            self.exchange_random_numbers()
+            stack.callback(self.exchange_random_numbers)
             if self.entry.eager:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 # torchao compiles in every step, which takes longer than the step even so
                 stack.callback(setattr, torch, "compile", torch.compile)
                 torch.compile = functools.partial(compiled_for_others, torch.compile)
             yield
+
+    def exchange_random_numbers(self) -> None:
+        """Exchanges the states of the global generators of torch, NumPy and Python with its own.
+
+        Real optimizers that round stochastically draw from these. The script draws what it always
+        draws.
+        """
+        generators = [
+            (torch.get_rng_state, torch.set_rng_state),
+            (random.getstate, random.setstate),
+            (np.random.get_state, np.random.set_state),
+        ]
+        if torch.cuda.is_initialized():
+            generators.append((torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
+        states = [state_of() for state_of, _ in generators]
+        if not self.random_states:
+            torch.manual_seed(0)
+        for (_, restore), state in zip(generators, self.random_states, strict=False):
+            restore(state)
+        self.random_states = states
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -508,145 +489,133 @@ def blocks_of(entry: RealOptimizer, optimizer: torch.optim.Optimizer, device) ->
     return blocks
 
 
-class RealCopy:
-    """A real optimizer beside a script's, and what was measured of it.
-
-    `blocks`     how it treats large tensors
-    `copy`       None before the first step, and once it makes no more steps
-    `start`      sampled weights [T, P] at the beginning of the window
-    `distances`  the longest step of each of the T tensors in each update since `look_back`, [T]
-    `drifted`    the share of the numbers that drift in each window
-    `longest`    the longest step of each of the T tensors, in learning rates
-    `leaps`      the updates with a leap
-    `reason`     why it is not judged; empty if it is
-    `diverged`   the update at which its weights were no longer finite; 0 if they are
-    `bytes`      what is kept of a parameter; 0 before the first step
-    """
-
-    def __init__(self, entry: RealOptimizer, watcher: Watcher):
-        self.entry = entry
-        self.blocks = blocks_of(entry, watcher.optimizer, watcher.device)
-        self.copy: OptimizerCopy | None = None
-        self.distances: list[torch.Tensor] = []
-        self.drifted: list[float] = []
-        self.longest = np.zeros(len(watcher.references), np.float32)
-        self.leaps: list[int] = []
-        self.reason = ""
-        self.diverged = 0
-        self.bytes = 0.0
-        self.in_float32 = 0  # how many tensors are kept wholly in float32
-        self.remarks: list[str] = []  # options that are not the script's, and the like
-
-    def attempt(self, what: str, function: Callable, *arguments) -> None:
-        """Calls a function of the copy. A copy that fails makes no more steps."""
-        try:
-            function(*arguments)
-        except Exception as error:
-            self.copy = None
-            text = str(error).strip().partition("\n")[0]
-            self.reason = f"it {what} ({type(error).__name__}: {text})"
-            if isinstance(error, ValueError) and text.startswith(self.entry.text):
-                self.reason = text.removeprefix(f"{self.entry.text}: ")
-
-    def make(self, optimizer: torch.optim.Optimizer, aside: Aside) -> None:
-        self.copy = OptimizerCopy(self.entry, optimizer, aside)
-        self.remarks[:] = dict.fromkeys([*self.remarks, *self.copy.remarks])
-        self.copy.remarks = self.remarks  # the same list, to which the copy may add
-
-
 class CopyShadow(Shadow):
-    """Real optimizers beside a script's, each on its own copy of the same stand-ins.
+    """A real optimizer beside a script's, on its own copy of the stand-ins.
 
     `watcher`  the script's optimizer
-    `copies`   the real optimizers
+    `entry`    which real optimizer
     `length`   updates in a window
-    `block`    how many numbers the blocks of the stand-ins have; 0 for whole tensors
-    `tell`     is told how much memory the copies will take
+    `whole`    whether it runs on whole tensors, although its class treats blocks by themselves
+    `tell`     is told how much memory it will take
+
+    `blocks`      how it treats large tensors
+    `copy`        None before the first step, and once it makes no more steps
+    `reason`      why it is not judged; empty if it is
+    `diverged`    the update at which its weights were no longer finite; 0 if they are
+    `remarks`     in words, options that are not the script's, and the like
+    `bytes`       what is kept of a parameter; 0 before the first step
+    `in_float32`  how many tensors are kept wholly in float32
+    `leaps`       the updates with a leap
+    `drifted`     the share of the numbers that drift in each window
+
+    Arrays [2, ...] have what the script does in their first row, and what the copy does in the
+    second:
+
+    `start`     sampled weights [2, T, P] at the beginning of the window
+    `longest`   the longest step of each of the T tensors, [2, T], in learning rates
+    `recorded`  of each update since `look_back`: the farthest that a number of each tensor has
+                moved, [2, T], and the tensors' learning rates [T]
     """
 
     def __init__(
         self,
         watcher: Watcher,
-        copies: list[RealCopy],
+        entry: RealOptimizer,
         length: int,
-        block: int,
+        whole: bool,
         tell: Callable[[str], None],
     ):
-        super().__init__(watcher, [], length)
-        self.copies = copies
-        self.block = block
+        super().__init__(watcher, [entry.text], length)
+        self.entry = entry
         self.tell = tell
-        self.aside = Aside()
         self.is_on_host = watcher.device.type == "cpu"
+        self.blocks = blocks_of(entry, watcher.optimizer, watcher.device)
+        self.block = 0 if whole else self.blocks.size
         self.stand_ins: StandIns | None = None
+        self.copy: OptimizerCopy | None = None
+        self.reason = ""
+        self.diverged = 0
+        self.remarks: list[str] = []
+        self.bytes = 0.0
+        self.in_float32 = 0
+        self.leaps: list[int] = []
+        self.drifted: list[float] = []
         tensors = len(watcher.references)
-        self.longest = np.zeros(tensors, np.float32)  # the script's own longest steps
+        self.longest = np.zeros((2, tensors), np.float32)
         self.longest_ways = np.zeros(tensors)  # the script's, in a window
-        self.distances: list[torch.Tensor] = []  # the script's, as a RealCopy's
-        self.rates: list[np.ndarray] = []  # learning rates [T] of the updates since `look_back`
+        self.recorded: list[tuple[torch.Tensor, np.ndarray]] = []
         self.updates = 0
         self.learning_rates = np.zeros(max(watcher.group) + 1)  # of the groups; sums over updates
         self.marks: bytes | list = b""  # of the state of the script's optimizer after a step
 
-    @property
-    def active(self) -> list[RealCopy]:
-        """The copies that still make steps."""
-        return [real for real in self.copies if real.copy is not None]
+    def attempt(self, what: str, function: Callable, *arguments):
+        """Calls a function of the copy. A copy that fails makes no more steps."""
+        try:
+            return function(*arguments)
+        except Exception as error:
+            self.copy = None
+            text = first_line(error)
+            self.reason = f"it {what} ({type(error).__name__}: {text})"
+            if isinstance(error, ValueError) and text.startswith(self.entry.text):
+                self.reason = text.removeprefix(f"{self.entry.text}: ")
 
     @torch.no_grad()
     def before(self) -> None:
-        """Makes the copies at the first step. Later they are changed as other code has changed the
+        """Makes the copy at the first step. Later it is changed as other code has changed the
         script's weights and the state of its optimizer since the last step."""
         optimizer = self.watcher.optimizer
         parameters = self.watcher.parameters
-        if self.stand_ins is None or self.stand_ins.tears(parameters):
-            self.make_copies(optimizer, parameters)
+        tears = self.stand_ins is not None and self.stand_ins.tears(parameters)
+        if tears:
+            self.look_back()
+        if self.reason or self.diverged:  # it makes no more steps
+            return
+        if tears or self.stand_ins is None:
+            self.make_copy(optimizer, parameters)
         elif self.marks_among(self.watcher.read) != self.marks:
             stand_in = self.stand_ins.optimizer(optimizer, parameters, state=True)
-            for real in self.active:
-                real.attempt("failed", real.copy.take_state, stand_in)
+            self.attempt("failed", self.copy.take_state, stand_in)
+        if self.copy is None:
+            return
         numbers = self.stand_ins.read(parameters)
         change = numbers - self.stand_ins.numbers
         # A NaN is a change, too. A GPU would have to be waited for.
         if self.is_on_host and not change.any():
             return
         # A window then begins so far away that its way is the same as without the change
-        self.start += change[self.stand_ins.positions]
+        weights = self.weights()
         self.stand_ins.numbers.copy_(numbers)
-        for real in self.active:
-            weights = self.weights_of(real)
-            for copy, part in zip(self.copies_of(real), self.stand_ins.split(change), strict=True):
-                copy += part.to(copy.dtype)
-            real.start += self.weights_of(real) - weights
+        for copy, part in zip(self.copies(), self.stand_ins.split(change), strict=True):
+            copy += part.to(copy.dtype)
+        self.start += self.weights() - weights
 
-    def make_copies(self, optimizer, parameters: list[torch.Tensor]) -> None:
-        """Makes the copies. They begin where the script is, and so they do once more when some
+    def make_copy(self, optimizer, parameters: list[torch.Tensor]) -> None:
+        """Makes the copy. It begins where the script is, and so it does once more when some
         parameters of a common stand-in have no gradient: each then has a stand-in of its own."""
-        self.look_back()
-        joins = self.stand_ins is None
+        is_first = self.stand_ins is None
         sample = self.watcher.sample
         group = self.watcher.group
-        self.stand_ins = StandIns(optimizer, parameters, group, sample, self.block, joins)
+        self.stand_ins = StandIns(optimizer, parameters, group, sample, self.block, is_first)
+        self.ruler.sample = self.stand_ins.sample
         stand_in = self.stand_ins.optimizer(optimizer, parameters, state=True)
-        for real in self.copies if joins else self.active:
-            real.attempt("could not be made", real.make, stand_in, self.aside)
-            if joins:
-                real.ruler = Ruler(
-                    self.stand_ins.sample, [real.entry.text], self.watcher.tensor_names
-                )
-            else:
-                real.remarks.append(
-                    f"it began anew after update {self.updates}, when some tensors had no gradient"
-                )
-        self.begin_window()
-        if joins:
-            followed = len(self.stand_ins.numbers)
-            # What they keep and a gradient, and the script's weights and gradients in float32
-            total = followed * (8 + sum(real.blocks.bytes + 4 for real in self.copies))
-            self.tell(
-                f"{', '.join(real.entry.text for real in self.copies)}: on {followed:,} of "
-                f"{sample.sizes.sum():,} numbers, about {total / 1e6:,.3g} MB"
+        self.copy = self.attempt("could not be made", OptimizerCopy, self.entry, stand_in)
+        if self.copy is None:
+            return
+        self.remarks += self.copy.remarks
+        self.copy.remarks = self.remarks  # the same list, to which the copy may add
+        self.start = self.weights()
+        if not is_first:
+            self.remarks.append(
+                f"it began anew after update {self.updates}, when some tensors had no gradient"
             )
+            return
+        followed = len(self.stand_ins.numbers)
+        # What it keeps and a gradient, and the script's weights and gradients in float32
+        total = followed * (8 + self.blocks.bytes + 4)
+        self.tell(
+            f"{self.entry.text}: on {followed:,} of {sample.sizes.sum():,} numbers, "
+            f"about {total / 1e6:,.3g} MB"
+        )
 
     def marks_among(self, numbers: torch.Tensor) -> bytes | list:
         """What tells whether other code has changed the state of the script's optimizer. `numbers`
@@ -655,64 +624,55 @@ class CopyShadow(Shadow):
             return numbers[-2 * len(self.watcher.references) :].numpy().tobytes()
         return marks_of_state(self.watcher.optimizer, self.is_on_host)
 
-    def begin_window(self) -> None:
-        self.start = self.stand_ins.numbers[self.stand_ins.positions]
-        for real in self.active:
-            real.start = self.weights_of(real)
+    def copies(self) -> list[torch.Tensor]:
+        """The copy's parameters, in the order of the stand-ins."""
+        return [self.copy.parameters[id(x)] for x in self.stand_ins.tensors]
 
-    def copies_of(self, real: RealCopy) -> list[torch.Tensor]:
-        """A copy's parameters, in the order of the stand-ins."""
-        return [real.copy.parameters[id(x)] for x in self.stand_ins.tensors]
-
-    def weights_of(self, real: RealCopy) -> torch.Tensor:
-        """The sampled weights [T, P] of a copy, float32.
+    def weights(self) -> torch.Tensor:
+        """The sampled weights of the script and of the copy, float32 [2, T, P].
 
         They are the parameters. A Kahan sum keeps what rounding has left out of a parameter beside
         it, and adds it as soon as it is large enough. So a weight is the sum of both. Where nothing
         is kept, optimi has a single number or None.
         """
-        copies = self.copies_of(real)
-        rests = [real.copy.optimizer.state.get(p, {}).get("kahan_comp") for p in copies]
+        copies = self.copies()
+        rests = [self.copy.optimizer.state.get(p, {}).get("kahan_comp") for p in copies]
         pairs = zip(copies, rests, strict=True)
         rests = [x if getattr(x, "shape", None) == p.shape else None for p, x in pairs]
-        parts = [
-            joined(x)[self.stand_ins.positions].float() for x in (copies, dense(copies, rests))
-        ]
-        return parts[0] + parts[1]
+        numbers = [self.stand_ins.numbers, joined(copies), joined(dense(copies, rests))]
+        script, copy, rest = (x[self.stand_ins.positions].float() for x in numbers)
+        return torch.stack((script, copy + rest))
 
     @torch.no_grad()
     def after(self, update: Update) -> None:
-        """Lets every copy make the step that the script has made, and measures them."""
+        """Lets the copy make the step that the script has made, and measures both."""
+        if self.copy is None:
+            return
         optimizer = self.watcher.optimizer
         parameters = self.watcher.parameters
         self.updates += 1
+        before = joined(self.copies())
+        stand_in = self.stand_ins.optimizer(optimizer, parameters)
+        self.attempt(f"failed in step {self.updates}", self.copy.step, stand_in)
+        if self.copy is None:
+            return
+        numbers = self.stand_ins.read(parameters)
+        script = self.farthest(self.stand_ins.numbers, numbers)
+        copy = self.farthest(before, joined(self.copies()))
         rates = np.array([settings.learning_rate for settings in update.settings])
         self.learning_rates += rates
-        self.rates.append(rates[self.watcher.group].astype(np.float32))
-        stand_in = self.stand_ins.optimizer(optimizer, parameters)
-        with self.aside.entered():
-            for real in self.active:
-                self.step(real, stand_in)
+        of_tensors = rates[self.watcher.group].astype(np.float32)
+        self.recorded.append((torch.stack((script, copy)), of_tensors))
         if self.updates == 1:
             sizes = self.watcher.sample.sizes.tolist()
-            self.own_bytes, _ = memory(optimizer, parameters, [[size] for size in sizes])
             stand_for = [[sizes[t] for t in part] for part in self.stand_ins.parts]
-            for real in self.active:
-                kept = real.copy.optimizer, self.copies_of(real), stand_for, real.blocks.fixed
-                real.bytes, real.in_float32 = memory(*kept)
-        numbers = self.stand_ins.read(parameters)
-        self.distances.append(self.farthest(self.stand_ins.numbers, numbers))
+            self.bytes, self.in_float32 = memory(
+                self.copy.optimizer, self.copies(), stand_for, self.blocks.fixed
+            )
         self.stand_ins.numbers.copy_(numbers)
         self.marks = self.marks_among(update.after)
         if self.updates % self.length == 0:
             self.end_window()
-
-    def step(self, real: RealCopy, stand_in: torch.optim.Optimizer) -> None:
-        """Lets one copy make a step."""
-        before = joined(self.copies_of(real))
-        real.attempt(f"failed in step {self.updates}", real.copy.step, stand_in)
-        if real.copy is not None:
-            real.distances.append(self.farthest(before, joined(self.copies_of(real))))
 
     def farthest(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         """The farthest that a number of each tensor has moved, float32 [T], in the order of the
@@ -732,91 +692,79 @@ class CopyShadow(Shadow):
     def look_back(self) -> None:
         """Looks at the steps since it did so last. A step that is longer than 10 of the script's
         longest ones is a leap. A copy whose weights are no longer finite ends."""
-        if not self.rates:
+        if not self.recorded:
             return
-        first = self.updates - len(self.rates) + 1
-        order = np.argsort(self.stand_ins.order)
-        rates = np.stack(self.rates)
-
-        def longest_steps(distances: list[torch.Tensor]) -> np.ndarray:
-            """The longest step of each tensor in each update, in learning rates."""
-            steps = torch.stack(distances).cpu().numpy()[:, order]
-            lr = rates[: len(steps)]
-            return np.divide(steps, lr, out=np.zeros_like(lr), where=lr > 0)
-
-        own = np.vstack([self.longest, longest_steps(self.distances)])
-        self.longest = own.max(0)
-        limits = 10 * np.maximum.accumulate(own.max(1))[1:]
-        for real in self.copies:
-            if real.distances:
-                steps = longest_steps(real.distances)
-                finite = np.isfinite(steps).all(1)
-                if not finite.all():
-                    steps = steps[: finite.argmin() + 1]
-                    real.diverged = first + len(steps) - 1
-                    real.copy = None
-                leaps = (steps.max(1) > limits[: len(steps)]) & (limits[: len(steps)] > 0)
-                real.leaps += (first + np.flatnonzero(leaps)).tolist()
-                real.longest = np.maximum(real.longest, steps.max(0))
-                real.distances = []
-        self.distances = []
-        self.rates = []
+        first = self.updates - len(self.recorded) + 1
+        distances, rates = zip(*self.recorded, strict=True)
+        self.recorded = []
+        # In the order of the tensors, [updates, 2, T]
+        steps = torch.stack(distances).cpu().numpy()[..., np.argsort(self.stand_ins.order)]
+        rates = np.broadcast_to(np.stack(rates)[:, None], steps.shape)
+        steps = np.divide(steps, rates, out=np.zeros_like(steps), where=rates > 0)
+        script, copy = steps.swapaxes(0, 1)
+        finite = np.isfinite(copy).all(1)
+        if not finite.all():
+            last = int(finite.argmin())
+            copy[last + 1 :] = 0
+            self.diverged = first + last
+            self.copy = None
+        so_far = np.append(self.longest[0].max(), script.max(1))
+        limits = 10 * np.maximum.accumulate(so_far)[1:]
+        leaps = (copy.max(1) > limits) & (limits > 0)
+        self.leaps += (first + np.flatnonzero(leaps)).tolist()
+        self.longest = np.maximum(self.longest, steps.max(0))
 
     def end_window(self) -> None:
         """Measures the window, and begins the next one.
 
-        A number drifts in a window if float32 leaves it alone, and a copy moves it by more than a
+        A number drifts in a window if float32 leaves it alone, and the copy moves it by more than a
         tenth of how far float32 moves the numbers of its tensor (root mean square) in the window
         with the longest way so far. A shorter way may be the rounding of a difference, or the end
         of a momentum, which float32 has rounded away a bit earlier.
         """
         self.look_back()
+        if self.copy is None:
+            return
         sample = self.stand_ins.sample
-        ways = [self.stand_ins.numbers[self.stand_ins.positions] - self.start]
-        ways += [self.weights_of(real) - real.start for real in self.active]
-        true, *moved_by_copies = torch.stack(ways).cpu().numpy()
+        weights = self.weights()
+        true, moved = (weights - self.start).cpu().numpy()
+        lost = (moved == 0) & (true != 0)
+        self.ruler.add(moved[None], true, lost[None])
         lengths = np.sqrt(sample.mean(np.square(true)))  # [T]
         self.longest_ways = np.maximum(self.longest_ways, lengths)
-        for real, moved in zip(self.active, moved_by_copies, strict=True):
-            lost = (moved == 0) & (true != 0)
-            real.ruler.add(moved[None], true, lost[None])
-            drifts = (true == 0) & (np.abs(moved) > 0.1 * self.longest_ways[:, None])
-            real.drifted.append(float(np.average(sample.mean(drifts), weights=sample.sizes)))
-        self.begin_window()
+        drifts = (true == 0) & (np.abs(moved) > 0.1 * self.longest_ways[:, None])
+        self.drifted.append(float(np.average(sample.mean(drifts), weights=sample.sizes)))
+        self.start = weights
 
     def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
-        """The finding of each copy, in the order of the entries, without cures."""
+        """The finding of the copy, without a cure."""
+        if self.reason:
+            entry = split_entry(self.entry.text)
+            return [Finding(self.watcher.name, *entry, NOT_JUDGED, self.reason)]
         self.look_back()
-        return [self.finding_of(real, tolerates) for real in self.copies]
-
-    def finding_of(self, real: RealCopy, tolerates: tuple[float, float]) -> Finding:
-        text = real.entry.text
-        if real.reason:
-            return Finding(self.watcher.name, *split_entry(text), NOT_JUDGED, real.reason)
-        loses = f"{{share}} of the numbers stay the same over {self.length} updates"
-        finding = judge(self.watcher.name, text, real.ruler.reading(0), tolerates, loses)
-        if real.diverged:
-            why = f"its weights became infinite or NaN at update {real.diverged}"
+        (finding,) = super().findings(tolerates)
+        if self.diverged:
+            why = f"its weights became infinite or NaN at update {self.diverged}"
             finding = finding._replace(verdict="diverges", why=why)
-        if not real.bytes:
-            return finding
-        longest = float(real.longest.max())
-        own = float(self.longest.max())
-        finding = finding._replace(longest_step=longest, bytes_per_parameter=real.bytes)
-        if (finding.rate, finding.noise, longest, real.bytes) == (1, 0, own, self.own_bytes):
+        if not self.bytes:
+            return [finding]
+        own, longest = self.longest.max(1).tolist()
+        tensors = len(self.watcher.references)
+        finding = finding._replace(longest_step=longest, bytes_per_parameter=self.bytes)
+        if (finding.rate, finding.noise, longest, self.in_float32) == (1, 0, own, tensors):
             finding = finding._replace(why=f"{SAME}: its steps are equal, bit for bit")
-        if real.leaps:
-            tensor = self.watcher.tensor_names[int(real.longest.argmax())]
-            times = "once" if len(real.leaps) == 1 else f"{len(real.leaps)} times"
+        if self.leaps:
+            tensor = self.watcher.tensor_names[int(self.longest[1].argmax())]
+            times = "once" if len(self.leaps) == 1 else f"{len(self.leaps)} times"
             leap = (
-                f"it leaps {times} in {self.updates} updates, first at {real.leaps[0]}, farthest "
+                f"it leaps {times} in {self.updates} updates, first at {self.leaps[0]}, farthest "
                 f"in {tensor}"
             )
             finding = finding.worsened("leaps", leap)
-        remarks = list(real.remarks)
-        if real.drifted and (drifted := float(np.mean(real.drifted))) > 0.01:
+        remarks = [*dict.fromkeys(self.remarks)]
+        if self.drifted and (drifted := float(np.mean(self.drifted))) > 0.01:
             remarks.append(f"{drifted:.0%} of the numbers move although float32's stand still")
-        decay = self.decay_rate(real)
+        decay = self.decay_rate()
         arrives = f"{decay:.2f} of the weight decay arrives"
         if decay < tolerates[0] or decay > tolerates[1]:
             finding = finding.worsened("frozen tensors" if decay < 1 else "faster", arrives)
@@ -824,24 +772,24 @@ class CopyShadow(Shadow):
             remarks.append(arrives)
         remarks += [
             f"longest step {longest:,.3g} learning rates (float32 {own:,.3g})",
-            f"{real.bytes:.3g} bytes a parameter",
+            f"{self.bytes:.3g} bytes a parameter",
         ]
-        if real.in_float32:
-            remarks.append(f"{real.in_float32} of {len(real.longest)} tensors stay in float32")
+        if self.in_float32:
+            remarks.append(f"{self.in_float32} of {tensors} tensors stay in float32")
         followed = len(self.stand_ins.numbers)
         total = self.watcher.sample.sizes.sum()
         if followed < total:
             remarks.append(f"all this on {followed:,} of {total:,} numbers")
-            if real.blocks.codes and not real.leaps:
+            if self.blocks.codes and not self.leaps:
                 remarks.append('perhaps "leaps" in the others')
-        elif not real.blocks.size and self.watcher.sample.sizes.max() > LEAST:
+        elif not self.blocks.size and self.watcher.sample.sizes.max() > LEAST:
             remarks.append(
                 "it ran on whole tensors, because a step on blocks of them is another one: "
-                f"{real.bytes * total / 1e6:,.3g} MB"
+                f"{self.bytes * total / 1e6:,.3g} MB"
             )
-        return finding._replace(why="; ".join([finding.why, *remarks]))
+        return [finding._replace(why="; ".join([finding.why, *remarks]))]
 
-    def decay_rate(self, real: RealCopy) -> float:
+    def decay_rate(self) -> float:
         """Which share of the weight decay arrives; NaN without weight decay.
 
         The script's class in float32 and the real optimizer both train a tensor of 64 x 64 numbers
@@ -867,7 +815,7 @@ class CopyShadow(Shadow):
         own = RealOptimizer("model=fp32", "", {}, "", {}, False)
         moved = []
         try:
-            for entry in (own, real.entry):
+            for entry in (own, self.entry):
                 (end,) = trained(entry, optimizer, settings, gradients).parameters.values()
                 moved.append(end.detach().float() - start.to(end.dtype).float())
         except Exception:  # the decay is a note; the rate stands without it
@@ -879,19 +827,3 @@ class CopyShadow(Shadow):
 def joined(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """The numbers of tensors as one row [N]."""
     return torch.cat([x.detach().reshape(-1) for x in tensors])
-
-
-def copy_shadows(
-    watcher: Watcher,
-    entries: list[RealOptimizer],
-    length: int,
-    whole: bool,
-    tell: Callable[[str], None],
-) -> list[CopyShadow]:
-    """The shadows for real optimizers, by the size of blocks. `whole` asks for whole tensors."""
-    copies = [RealCopy(entry, watcher) for entry in entries]
-    size_of = {real: 0 if whole else real.blocks.size for real in copies}
-    return [
-        CopyShadow(watcher, [x for x in copies if size_of[x] == size], length, size, tell)
-        for size in dict.fromkeys(size_of.values())
-    ]

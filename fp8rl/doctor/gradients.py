@@ -128,7 +128,7 @@ class LookShadow(GradientShadow):
         by_parameter = {id(p): g for p, g in zip(learning, gradients, strict=True)}
         whole = dense(parameters, [by_parameter.get(id(p)) for p in parameters])
         norm = float(torch.stack([g.norm() for g in whole]).norm())
-        return self.watcher.sample.take(whole), norm
+        return self.watcher.sample.read(whole).cpu().numpy(), norm
 
     def after(self, update: Update) -> None:
         """Takes Adam's steps for an update before which `look` has computed gradients.
@@ -255,7 +255,7 @@ class SumShadow(GradientShadow):
             return
         watcher = self.watcher
         names = ("exp_avg", "exp_avg_sq") if watcher.is_adam else ("momentum_buffer",)
-        moments = [watcher.sample.take(watcher.state(name)) for name in names]
+        moments = [watcher.sample.read(watcher.state(name)).cpu().numpy() for name in names]
         self.begin_at(moments, float(watcher.count_steps().nan_to_num()))
         # Of SGD: whether there is a momentum, [T, 1]
         has_buffer = [state.get("momentum_buffer") is not None for state in watcher.states()]

@@ -179,7 +179,7 @@ class RowShadow(Shadow):
             return
         watcher = self.watcher
         tensors = watcher.parameters, watcher.state("exp_avg"), watcher.state("exp_avg_sq")
-        weights, m, v = (watcher.sample.take(x) for x in tensors)
+        weights, m, v = (watcher.sample.read(x).cpu().numpy() for x in tensors)
         self.steps = float(watcher.count_steps().nan_to_num())
         # float32's weights and moments after the last update that was replayed, [K T, P]
         self.last = np.concatenate((weights, m, v) if watcher.is_adam else (weights,))

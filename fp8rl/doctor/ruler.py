@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch._utils import _flatten_dense_tensors as flattened  # one call for all of them
 
 from ..bits.notation import split_entry
 
@@ -66,9 +65,6 @@ class Sample:
         times_whole, left = np.divmod(self.numbers_per_tensor, counts)
         repeats = times_whole + (entry % counts < left)  # [T, P]
         self.emphasis = (self.numbers_per_tensor / (counts * repeats)).astype(np.float32)
-        # So few numbers are joined to one tensor, which is read at once
-        self.is_joined = self.sizes.sum() <= 2**18
-        self.index_joined: dict[int, torch.Tensor] = {}  # by how many lists are joined
         # Of which block each number is, [P], by the tensors that are followed in some blocks alone
         self.blocks: dict[int, np.ndarray] = {}
 
@@ -80,16 +76,8 @@ class Sample:
         which give [K T, P].
         """
         times = len(tensors) // len(self.index)
-        if self.is_joined:
-            if times not in self.index_joined:
-                # Where each tensor begins
-                ends = np.cumsum([x.numel() for x in tensors])
-                begins = torch.tensor([0, *ends[:-1]], device=self.index[0].device).unsqueeze(1)
-                self.index_joined[times] = (torch.stack(self.index * times) + begins).flatten()
-            index = self.index_joined[times]
-            return flattened(tensors).index_select(0, index).view(len(tensors), -1)
         pairs = zip(tensors, self.index * times, strict=True)
-        return torch.stack([x.reshape(-1)[index] for x, index in pairs])
+        return torch.stack([x.reshape(-1).index_select(0, index) for x, index in pairs])
 
     @torch.no_grad()
     def read_one(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -97,10 +85,6 @@ class Sample:
         if tensor.is_sparse:
             tensor = tensor.to_dense()
         return tensor.reshape(-1).index_select(0, self.index[number])
-
-    def take(self, tensors: list[torch.Tensor]) -> np.ndarray:
-        """The same numbers as `read` returns, as a NumPy array, float32. Waits for a GPU."""
-        return self.read(tensors).float().cpu().numpy()
 
     def mean(self, x: np.ndarray) -> np.ndarray:
         """The mean of `x` [..., T, P] over each tensor, [..., T]. Each number counts once."""

@@ -37,7 +37,7 @@ from ..bits.notation import (
     split_entry,
 )
 from . import NO_STEP, check_formats, first_line, report_as_json
-from .copies import copy_shadows
+from .copies import CopyShadow
 from .findings import NOT_JUDGED, Finding, Report, listed, with_cures
 from .gradients import LookShadow, SumShadow
 from .rows import AVERAGES, LENGTH, AverageSearch, AverageShadow, RowShadow
@@ -198,7 +198,9 @@ class Doctor(Hooks):
             watcher.shadows.append(shadow)
             self.hooks += shadow.install(functools.partial(self.guarded, patient))
         tell = functools.partial(self.tell_cost, patient)
-        watcher.shadows += copy_shadows(watcher, self.real, self.length, self.whole, tell)
+        watcher.shadows += [
+            CopyShadow(watcher, entry, self.length, self.whole, tell) for entry in self.real
+        ]
         if self.searches_averages:
             watcher.shadows.append(AverageSearch(watcher, self.known, self.length))
         patient.watcher = watcher
