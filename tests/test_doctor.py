@@ -85,7 +85,7 @@ def test_rows_are_rounded_as_one_format_after_the_other(forms, seed):
     x = (draw.normal(size=(len(forms), 3, 20)) * np.exp2(exponents)).astype(np.float32)
     # The largest of the numbers that are not in the sample
     largest = np.exp2(draw.integers(-30, 12, (len(forms), 3, 1))).astype(np.float32)
-    together = FormatRows([f"weights={form}" for form in forms], 0).round(x.copy(), largest)
+    together = FormatRows([f"weights={form}" for form in forms]).round(x.copy(), largest)
     for form, rows, top, row in zip(forms, x, largest, together, strict=True):
         expected = form(torch.from_numpy(np.concatenate((rows, top), -1)))[:, :-1]
         torch.testing.assert_close(expected, torch.from_numpy(row), rtol=0, atol=0)
@@ -94,7 +94,7 @@ def test_rows_are_rounded_as_one_format_after_the_other(forms, seed):
 def test_stochastic_rows_have_the_right_mean_and_only_numbers_of_the_format():
     form = PlaceFormat(Format(4, 3), ("stochastic",))
     x = np.full((1, 1, 20_000), 1.03, np.float32)
-    rounded = FormatRows([f"weights={form}"], 0).round(x, np.full((1, 1, 1), 448, np.float32))
+    rounded = FormatRows([f"weights={form}"]).round(x, np.full((1, 1, 1), 448, np.float32))
     assert set(rounded.flatten().tolist()) == {1.0, 1.125}
     assert rounded.mean() == pytest.approx(1.03, abs=2e-3)
 

@@ -809,8 +809,7 @@ class CopyShadow(Shadow):
         steps = int(np.clip(0.1 / decays[number], 64, 256))
         start = noise(32, torch.Generator(device="cpu").manual_seed(0)).view(64, 64)
         start = start.to(self.watcher.device)
-        group = optimizer.param_groups[number]
-        settings = {**group, "params": [start], "lr": rates[number]}
+        settings = {**self.watcher.groups[number], "params": [start], "lr": rates[number]}
         gradients = [[torch.zeros_like(start)]] * steps
         own = RealOptimizer("model=fp32", "", {}, "", {}, False)
         moved = []

@@ -141,7 +141,6 @@ class Doctor(Hooks):
         tolerates: tuple[float, float] = TOLERATES,
         length: int = LENGTH,
         sample: int = SAMPLE,
-        seed: int = 0,
         names: Iterable[str] = (),
         model: nn.Module | Iterable[nn.Module] = (),
         whole: bool = False,
@@ -157,7 +156,6 @@ class Doctor(Hooks):
         self.length = length
         self.sample = check_sample(sample)
         self.tolerates = check_tolerance(tolerates)
-        self.seed = seed
         self.whole = whole
         self.tell: Callable[[str], None] = lambda text: None  # what watching costs
         self.real = [read_real_optimizer(text) for text in self.formats if is_real(text)]
@@ -185,16 +183,16 @@ class Doctor(Hooks):
         """Puts a watcher beside an optimizer, with the shadows of the formats."""
         if any(type(p).__name__ == "DTensor" for p in parameters_of(optimizer)):
             raise ValueError("its parameters are sharded (DTensor)")
-        watcher = Watcher(optimizer, patient.name, modules, self.sample, self.seed)
+        watcher = Watcher(optimizer, patient.name, modules, self.sample)
         operands, state, sums = (
             [text for text in self.formats if split_entry(text)[0] in places]
             for places in (OPERANDS, STATE, SUMS)
         )
         watcher.shadows = [LookShadow(watcher, operands)]
         if state:
-            watcher.shadows.append(RowShadow(watcher, state, self.length, self.seed))
+            watcher.shadows.append(RowShadow(watcher, state, self.length))
         if sums:
-            shadow = SumShadow(watcher, sums, self.length, self.seed)
+            shadow = SumShadow(watcher, sums, self.length)
             watcher.shadows.append(shadow)
             self.hooks += shadow.install(functools.partial(self.guarded, patient))
         tell = functools.partial(self.tell_cost, patient)
