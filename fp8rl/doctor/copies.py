@@ -544,7 +544,6 @@ class CopyShadow(Shadow):
         self.longest = np.zeros((2, tensors), np.float32)
         self.longest_ways = np.zeros(tensors)  # the script's, in a window
         self.recorded: list[tuple[torch.Tensor, np.ndarray]] = []
-        self.updates = 0
         self.learning_rates = np.zeros(max(watcher.group) + 1)  # of the groups; sums over updates
         self.marks: bytes | list = b""  # of the state of the script's optimizer after a step
 
@@ -606,7 +605,8 @@ class CopyShadow(Shadow):
         self.start = self.weights()
         if not is_first:
             self.remarks.append(
-                f"it began anew after update {self.updates}, when some tensors had no gradient"
+                f"it began anew after update {self.watcher.updates}, when some tensors had no "
+                "gradient"
             )
             return
         followed = len(self.stand_ins.numbers)
@@ -646,24 +646,24 @@ class CopyShadow(Shadow):
     @torch.no_grad()
     def after(self, update: Update) -> None:
         """Lets the copy make the step that the script has made, and measures both."""
+        rates = np.array([settings.learning_rate for settings in update.settings])
+        self.learning_rates += rates
         if self.copy is None:
             return
         optimizer = self.watcher.optimizer
         parameters = self.watcher.parameters
-        self.updates += 1
+        updates = self.watcher.updates
         before = joined(self.copies())
         stand_in = self.stand_ins.optimizer(optimizer, parameters)
-        self.attempt(f"failed in step {self.updates}", self.copy.step, stand_in)
+        self.attempt(f"failed in step {updates}", self.copy.step, stand_in)
         if self.copy is None:
             return
         numbers = self.stand_ins.read(parameters)
         script = self.farthest(self.stand_ins.numbers, numbers)
         copy = self.farthest(before, joined(self.copies()))
-        rates = np.array([settings.learning_rate for settings in update.settings])
-        self.learning_rates += rates
         of_tensors = rates[self.watcher.group].astype(np.float32)
         self.recorded.append((torch.stack((script, copy)), of_tensors))
-        if self.updates == 1:
+        if not self.bytes:
             sizes = self.watcher.sample.sizes.tolist()
             stand_for = [[sizes[t] for t in part] for part in self.stand_ins.parts]
             self.bytes, self.in_float32 = memory(
@@ -671,7 +671,7 @@ class CopyShadow(Shadow):
             )
         self.stand_ins.numbers.copy_(numbers)
         self.marks = self.marks_among(update.after)
-        if self.updates % self.length == 0:
+        if updates % self.length == 0:
             self.end_window()
 
     def farthest(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
@@ -694,7 +694,7 @@ class CopyShadow(Shadow):
         longest ones is a leap. A copy whose weights are no longer finite ends."""
         if not self.recorded:
             return
-        first = self.updates - len(self.recorded) + 1
+        first = self.watcher.updates - len(self.recorded) + 1
         distances, rates = zip(*self.recorded, strict=True)
         self.recorded = []
         # In the order of the tensors, [updates, 2, T]
@@ -757,8 +757,8 @@ class CopyShadow(Shadow):
             tensor = self.watcher.tensor_names[int(self.longest[1].argmax())]
             times = "once" if len(self.leaps) == 1 else f"{len(self.leaps)} times"
             leap = (
-                f"it leaps {times} in {self.updates} updates, first at {self.leaps[0]}, farthest "
-                f"in {tensor}"
+                f"it leaps {times} in {self.watcher.updates} updates, first at {self.leaps[0]}, "
+                f"farthest in {tensor}"
             )
             finding = finding.worsened("leaps", leap)
         remarks = [*dict.fromkeys(self.remarks)]
@@ -797,7 +797,7 @@ class CopyShadow(Shadow):
         decay. Weight decay is all that moves it. The share is <d', d> / <d, d>, as for every rate.
         """
         optimizer = self.watcher.optimizer
-        rates = self.learning_rates / self.updates
+        rates = self.learning_rates / self.watcher.updates
         decays = [
             float(group.get("weight_decay") or 0) * lr
             for group, lr in zip(self.watcher.groups, rates, strict=False)

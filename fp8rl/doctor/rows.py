@@ -506,21 +506,19 @@ class AverageSearch(Shadow):
     def __init__(self, watcher: Watcher, optimizers: Iterable, length: int):
         super().__init__(watcher, [], length)
         self.optimizers = optimizers
-        self.steps = 0
         self.next = 32  # the step of the next search
         self.known: set[int] = set()  # identities of tensors of modules that may be averages
         self.trouble = ""
 
     def before(self) -> None:
-        self.steps += 1
-        if self.steps != self.next or self.trouble:
+        if self.watcher.updates + 1 != self.next or self.trouble:
             return
         self.next *= 8
         try:
             self.search()
         except Exception as error:
             self.trouble = (
-                f"the search for running averages failed after {self.steps - 1} steps "
+                f"the search for running averages failed after {self.watcher.updates} steps "
                 f"({type(error).__name__}: {first_line(error)})"
             )
 
