@@ -70,7 +70,7 @@ COMMANDS = {
     "waits": "python benchmarks/speed/arms.py waits benchmarks/results/waits.md",
     "from_start": "python benchmarks/speed/arms.py from_start benchmarks/results/from_start.md",
     "watching": "python benchmarks/speed/arms.py watching benchmarks/results/watching.md "
-    "--script DIR/cleanrl/ppo.py",
+    "--clones DIR DIR",
     # How fast are the loop, many agents, wide networks and several processes on a CPU?
     "loops": "python benchmarks/speed/arms.py loops benchmarks/results/loops.md --rounds 4",
     "populations": "python benchmarks/speed/arms.py populations benchmarks/results/populations.md",

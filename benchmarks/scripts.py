@@ -84,12 +84,24 @@ PPO = Script(
 DQN = "cleanrl/dqn.py --total-timesteps {} --learning-starts 1000 --seed {{seed}}"
 
 
-def nano_gpt(steps: int, every: int, rate: str, least: str, **fields) -> Script:
+def nano_gpt(
+    steps: int,
+    every: int,
+    rate: str,
+    least: str,
+    layers: int = 2,
+    width: int = 64,
+    length: int = 64,
+    batch: int = 12,
+    evaluations: int = 20,
+    **fields,
+) -> Script:
     """nanoGPT on a CPU, which has no option for a seed."""
     arguments = (
         f"train.py --dataset=pydoc --device=cpu --compile=False --eval_interval={every} "
-        "--eval_iters=20 --log_interval=100 --block_size=64 --batch_size=12 --n_layer=2 --n_head=4 "
-        f"--n_embd=64 --max_iters={steps} --lr_decay_iters={steps} --warmup_iters=50 --dropout=0.0 "
+        f"--eval_iters={evaluations} --log_interval=100 --block_size={length} "
+        f"--batch_size={batch} --n_layer={layers} --n_head=4 --n_embd={width} --max_iters={steps} "
+        f"--lr_decay_iters={steps} --warmup_iters=50 --dropout=0.0 "
         "--always_save_checkpoint=False --out_dir=out{seed} --gradient_accumulation_steps=1 "
         f"--learning_rate={rate} --min_lr={least}"
     )

@@ -81,6 +81,7 @@ def printed_by(commands: list[str], *_) -> dict:
     return {
         "printed": [{"train_steps_per_second": 7.0, "greedy_return": 199.0}] * len(commands),
         "seconds": 2.0,
+        "busy": 1.0,
         "megabytes": 100.0,
     }
 
@@ -466,7 +467,7 @@ SMOKE |= {
     name: Smoke(
         arms,
         {f"{name}.md": ["| --- ", "Medians over the rounds"]},
-        steps(f"{name} {name}.md --rounds 1 --script a.py --seed 1"),
+        steps(f"{name} {name}.md --rounds 1 --clones cleanrl nanogpt"),
         OF_SPEED,
         first_arms,
     )

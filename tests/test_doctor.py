@@ -62,7 +62,7 @@ def assert_same_moments(doctor: Doctor) -> None:
     rows = rows_of(doctor)
     watcher = rows.watcher
     for name, ours in zip(("exp_avg", "exp_avg_sq"), rows.kept, strict=False):
-        theirs = watcher.sample.take(watcher.state(name))
+        theirs = watcher.sample.read(watcher.state(name)).numpy()
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-12)
     assert rows.steps == watcher.count_steps()
 
@@ -85,7 +85,7 @@ def test_rows_are_rounded_as_one_format_after_the_other(forms, seed):
     x = (draw.normal(size=(len(forms), 3, 20)) * np.exp2(exponents)).astype(np.float32)
     # The largest of the numbers that are not in the sample
     largest = np.exp2(draw.integers(-30, 12, (len(forms), 3, 1))).astype(np.float32)
-    together = FormatRows([f"weights={form}" for form in forms], 0).round(x.copy(), largest)
+    together = FormatRows([f"weights={form}" for form in forms]).round(x.copy(), largest)
     for form, rows, top, row in zip(forms, x, largest, together, strict=True):
         expected = form(torch.from_numpy(np.concatenate((rows, top), -1)))[:, :-1]
         torch.testing.assert_close(expected, torch.from_numpy(row), rtol=0, atol=0)
@@ -94,7 +94,7 @@ def test_rows_are_rounded_as_one_format_after_the_other(forms, seed):
 def test_stochastic_rows_have_the_right_mean_and_only_numbers_of_the_format():
     form = PlaceFormat(Format(4, 3), ("stochastic",))
     x = np.full((1, 1, 20_000), 1.03, np.float32)
-    rounded = FormatRows([f"weights={form}"], 0).round(x, np.full((1, 1, 1), 448, np.float32))
+    rounded = FormatRows([f"weights={form}"]).round(x, np.full((1, 1, 1), 448, np.float32))
     assert set(rounded.flatten().tolist()) == {1.0, 1.125}
     assert rounded.mean() == pytest.approx(1.03, abs=2e-3)
 
@@ -331,7 +331,9 @@ def test_a_sample_has_enough_of_each_tensor_and_its_numbers_count_alike():
     tensors = [torch.arange(n).float() for n in (1000, 100, 40, 1)]
     sample = Sample(tensors, 512, seed=0)
     assert [len(set(index.tolist())) for index in sample.index] == [128, 100, 40, 1]
-    np.testing.assert_allclose(sample.mean(sample.take(tensors))[1:], [49.5, 19.5, 0], rtol=1e-6)
+    np.testing.assert_allclose(
+        sample.mean(sample.read(tensors).numpy())[1:], [49.5, 19.5, 0], rtol=1e-6
+    )
     assert Sample(tensors * 100, 512, seed=0).followed.max() == Sample.LEAST_PER_TENSOR == 64
     # No more than the largest tensor has
     assert Sample(tensors, 10**9, seed=0).numbers_per_tensor == 1000
@@ -359,7 +361,7 @@ def test_standard_errors_are_how_far_rates_of_samples_are_spread():
         sample = Sample([x[0, 0] for x in tensors], 200, seed)
         ruler = Ruler(sample, ["weights=bf16"], ["a", "b"])
         for w in range(4):
-            true, low = (sample.take([x[i, w] for x in tensors]) for i in (0, 1))
+            true, low = (sample.read([x[i, w] for x in tensors]).numpy() for i in (0, 1))
             ruler.add(low[None], true, np.zeros((1, *true.shape), bool))
         parts = np.array(ruler.numbers, float)[:, :, 0]
         true, along = parts.mean(3).sum(0)
@@ -631,7 +633,7 @@ def test_averages_are_followed_as_if_they_were_kept_in_few_bits(lr, tau, words):
     assert nearest.cure.startswith("target=bf16:stochastic (")
     average = doctor.patients[0].watcher.shadows[-1]
     row = average.ruler.texts.index("target=bf16")
-    expected = average.sample.take(list(low.parameters()))
+    expected = average.sample.read(list(low.parameters())).float().numpy()
     # Some are rounded from numbers that are a little different
     assert np.isclose(average.kept[row], expected, rtol=2e-2, atol=1e-6).mean() > 0.95
 

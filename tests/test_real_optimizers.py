@@ -11,9 +11,13 @@ import torch
 from helpers import refused, run_doctor
 from torch import nn
 
-from fp8rl.bits.catalogue import CATALOGUE
+from fp8rl.bits.catalogue import CATALOGUE, read_real_optimizer
 from fp8rl.doctor import Doctor
+from fp8rl.doctor.copies import CopyShadow, blocks_of
 from fp8rl.doctor.keep import Keep
+from fp8rl.doctor.ruler import Sample
+from fp8rl.doctor.stand_ins import StandIns
+from fp8rl.doctor.watcher import shadow_steps
 
 HERE = "test_real_optimizers"  # the module in which optimizers of these tests are found
 
@@ -39,7 +43,7 @@ class Faulty(torch.optim.Adam):
             p.sub_(group.get("drift", 0.0) * (p.grad == 0))
         p = group["params"][0]
         if self.state[p]["step"] == group.get("at"):
-            p[0, 0] += group["by"]
+            p.view(-1)[0] += group["by"]
 
 
 class ThreeBetas(torch.optim.Adam):
@@ -65,6 +69,17 @@ class OtherNames(torch.optim.SGD):
         super().step()
         for state in self.state.values():
             state["state1"] = state.pop("momentum_buffer")
+
+
+class Normed(torch.optim.SGD):
+    """Divides gradients by the norm of all of them."""
+
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        for g in gradients:
+            g.div_(norm)
+        super().step()
 
 
 class Kahan(torch.optim.SGD):
@@ -98,7 +113,7 @@ def train(model: nn.Module, optimizer, updates: int = 96, between=lambda: None) 
         x = torch.randn(16, 4)
         optimizer.zero_grad()
         (model(x) - x.sum(1, keepdim=True).sin()).square().mean().backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         optimizer.step()
         between()
     return gradients
@@ -114,12 +129,12 @@ def watched(entries, kind=torch.optim.Adam, updates=96, **options) -> list:
 
 
 def stepped(
-    entries, gradient, kind=torch.optim.Adam, lr=1e-3, updates=128, start=torch.ones
+    entries, gradient, kind=torch.optim.Adam, lr=1e-3, updates=128, start=torch.ones, whole=False
 ) -> list:
     """The findings of steps of one tensor, whose gradients are given."""
-    weight = nn.Parameter(start(64, 64))
+    weight = nn.Parameter(start(gradient().shape))
     optimizer = kind([weight], lr=lr)
-    doctor = Doctor(optimizer, formats=entries)
+    doctor = Doctor(optimizer, formats=entries, whole=whole)
     for _ in range(updates):
         weight.grad = gradient()
         optimizer.step()
@@ -149,6 +164,12 @@ half = functools.partial(stepped, gradient=of_half_a_tensor)
 slow_sgd = functools.partial(stepped, gradient=ones, kind=torch.optim.SGD, lr=1e-4, updates=32)
 longer = functools.partial(watched, updates=128)
 sgd = functools.partial(watched, kind=torch.optim.SGD)
+
+
+large = functools.partial(
+    stepped, gradient=lambda: torch.randn(256, 260) + 1, start=torch.randn, updates=32
+)
+large_sgd = functools.partial(large, kind=torch.optim.SGD)
 adamw = functools.partial(watched, kind=torch.optim.AdamW, weight_decay=0.1)
 fast_adamw = functools.partial(adamw, lr=1e-2)
 SAME = "it is the same as the script's own: its steps are equal, bit for bit"
@@ -176,7 +197,20 @@ FOUND = [  # a training, a real optimizer, its word, its rate, and part of its l
     (functools.partial(changed, begin=0), f"{HERE}:OtherNames", "as float32", 1, NO_STATE),
     (functools.partial(changed, begin=32), f"{HERE}:OtherNames", "as float32", 0.87, NO_STATE),
 ]
-NOT_JUDGED = [  # it cannot stand for the script's class
+PARTS = "all this on 32,768 of 66,560 numbers"
+vanishing = functools.partial(stepped, gradient=functools.partial(torch.full, (64, 64), 1e-3))
+WHOLE = "it ran on whole tensors, because a step on blocks of them is another one: "
+FOUND += [  # of a large tensor, on some blocks if the class treats them alone
+    (large, "torch.optim:Adam", "as float32", 1, f"{SAME}; longest step "),
+    (large, "torch.optim:Adam", "as float32", 1, PARTS),
+    (functools.partial(large, whole=True), "torch.optim:Adam", "as float32", 1, SAME),
+    (large, "torch.optim:Adam:bf16", "slower", 0.22, PARTS),
+    (functools.partial(large, whole=True), "torch.optim:Adam:bf16", "slower", 0.22, "6 bytes"),
+    (vanishing, "torch.optim:Adam:fp16", "diverges", torch.nan, "longest step inf learning rates"),
+    (large_sgd, f"{HERE}:Normed", "stalls", 0, f"{WHOLE}0.266 MB"),
+    (large_sgd, "torch.optim:Muon:momentum=0.0", "stalls", 0, WHOLE),
+]
+NOT_JUDGED = [  # it cannot stand for the script's class, or there is nothing to judge
     (watched, "torch.optim:SGD", "SGD has no betas"),
     (sgd, "torch.optim:Adam", "Adam has betas"),
     (sgd, "torch.optim:Nothing", "has no attribute 'Nothing'"),
@@ -187,6 +221,8 @@ NOT_JUDGED = [  # it cannot stand for the script's class
     (sgd, "torch.nowhere:SGD", "cannot be imported"),
     (adamw, "torch.optim:Muon", "Muon has no betas, which AdamW has"),
     (watched, f"{HERE}:EstimatesItsRate", "name its own, as in"),
+    (functools.partial(watched, updates=0), "bf16", "before a window was full"),
+    (functools.partial(watched, kind=torch.optim.Rprop), "bf16", "a step of Rprop is not in prop"),
 ]
 FOUND += [(how, entry, "not judged", torch.nan, part) for how, entry, part in NOT_JUDGED]
 
@@ -217,6 +253,8 @@ def test_usual_optimizers_learn_about_as_float32(name):
         updates=64,
         start=torch.randn,
     )
+    optimizer = torch.optim.AdamW([torch.zeros(1)])
+    assert blocks_of(read_real_optimizer(f"optimizer={name}"), optimizer, "cpu").size == 256
     # Schedule-Free evaluates an average, which follows from a distance
     is_average = name == "schedulefree"
     assert (0.2 if is_average else 0.7) < finding.rate < 1.4, finding
@@ -255,6 +293,8 @@ def clear_moments(model, optimizer):
 # What a script may do between two steps
 CHANGES = {
     "clamp": clamp,
+    # A layer whose parameters had a stand-in with those of others
+    "frozen layer": lambda model, optimizer: model[0].requires_grad_(False),
     "zeroed moments": clear_moments,
     "empty state": lambda model, optimizer: optimizer.state.clear(),
     "loaded state": lambda model, optimizer: optimizer.load_state_dict(
@@ -308,6 +348,55 @@ def test_script_s_own_class_is_the_control_whatever_other_code_changes(kind, cha
     plain = changed_training(kind, CHANGES[change], lambda optimizer: contextlib.nullcontext())
     for p, q in zip(kept.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_a_class_decides_of_stand_ins_as_of_their_tensors():
+    shapes = [(4100,), (64, 64), (9000,), (300,), (4000,), (256, 260), (400,), (2048, 20)]
+    tensors = [torch.randn(shape) for shape in shapes]
+    for x in tensors:
+        x.grad = torch.ones_like(x)
+    optimizer = torch.optim.Adam([{"params": tensors[:7]}, {"params": tensors[7:]}])
+    sample = Sample(tensors, 512, 0)
+    stand_ins = StandIns(optimizer, tensors, [0] * 7 + [1], sample, 256)
+    assert stand_ins.parts == [[0], [1, 5], [2], [3], [4], [6], [7]]
+    for part, stand_in in zip(stand_ins.parts, stand_ins.tensors, strict=True):
+        for x in (tensors[t] for t in part):
+            assert (len(stand_in) >= 4096) == (x.numel() >= 4096)
+            assert (len(stand_in) % 256 == 0) == (x.numel() % 256 == 0)
+    # 64 numbers of 16 blocks, alike within a block, are worth 16 numbers
+    alike = torch.zeros(8, 64)
+    alike[5] = torch.randn(260)[stand_ins.sample.blocks[5]]
+    expected = float(alike[5].var()) / 16
+    assert stand_ins.sample.squared_errors(alike.numpy(), True)[5] == pytest.approx(
+        expected, rel=0.5
+    )
+
+
+def test_a_gpu_is_waited_for_once_a_window(monkeypatch):
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    doctor = Doctor(optimizer, formats=["model=bf16", "optimizer=torch.optim:Adam"])
+    watcher = doctor.patients[0].watcher
+    shadows = [x for x in watcher.shadows if isinstance(x, CopyShadow)]
+    waits = []  # by updates
+
+    def counted(tensor, method, *arguments):
+        waits.append(None if shadow_steps.get() else watcher.updates)
+        return method(tensor, *arguments)
+
+    def noting(method, *arguments):
+        with monkeypatch.context() as patch:
+            for name in ("cpu", "numpy", "item", "tolist", "__bool__", "__float__"):
+                counting = functools.partialmethod(counted, getattr(torch.Tensor, name))
+                patch.setattr(torch.Tensor, name, counting)
+            return method(*arguments)
+
+    for shadow in shadows:
+        shadow.is_on_host = False  # it takes the CPU for a GPU
+        monkeypatch.setattr(shadow, "before", functools.partial(noting, shadow.before))
+        monkeypatch.setattr(shadow, "after", functools.partial(noting, shadow.after))
+    train(model, optimizer, 80)
+    assert {*waits} - {None} == {32, 64}
 
 
 REFUSED = {

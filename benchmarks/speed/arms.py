@@ -11,8 +11,9 @@ the command says so.
                       files: `train` beside scripts that only train the cart (rivals.py), and
                       `study` beside as many agents in JAX
     from_start        the scripts for 100,000 and for 1,000,000 steps
-    watching          a script of your own, given by --script with its arguments, alone and under
-                      `python -m fp8rl.doctor watch`
+    watching          scripts alone and under `python -m fp8rl.doctor watch`, by the processor's
+                      time: nanoGPT in two sizes and two of CleanRL, in the clones that --clones
+                      names (benchmarks/scripts.py has what they need)
     loops             the loop of one agent once it runs, beside JAX, with 1 update an iteration or
                       3: fp8rl replays for the other two, JAX takes the new rollout again
     populations       agents as one batch, beside JAX's vmap; and studies one by one and together
@@ -70,6 +71,7 @@ from fp8rl.train import Run, iterate
 
 SPEED = Path(__file__).parent
 sys.path.insert(0, str(SPEED.parent))
+import scripts  # noqa: E402
 from results import ROOT, Journal, seconds_of, table_of, write_tables  # noqa: E402
 
 CORES = cores()
@@ -113,12 +115,15 @@ class Table(NamedTuple):
 # Processes
 
 
-def run_processes(commands: list[str], environment: dict[str, str] | None = None) -> dict:
-    """Runs Python commands at the same time.
+def run_processes(
+    commands: list[str], environment: dict[str, str] | None = None, folder: Path | None = None
+) -> dict:
+    """Runs Python commands at the same time, in a folder.
 
     Returns what each has printed in its last line, as JSON, by "printed"; the seconds until the last
-    has ended; and the most memory of a process in MB, that of its children included only if they
-    are larger. Raises RuntimeError with the end of the output if one fails.
+    has ended; those that the processor was busy; and the most memory of a process in MB, that of
+    its children included only if they are larger. Raises RuntimeError with the end of the output if
+    one fails.
     """
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONWARNINGS": "ignore"}
@@ -130,17 +135,18 @@ def run_processes(commands: list[str], environment: dict[str, str] | None = None
             words = [str(SPEED / x) if (SPEED / x).exists() else x for x in shlex.split(command)]
             process = subprocess.Popen(
                 [sys.executable, *words],
+                cwd=folder,
                 env=os.environ | variables | (environment or {}),
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
             processes.append(process)
             stack.callback(process.kill)  # if this program is interrupted
-        megabytes = 0.0
+        used = []
         for process in processes:
-            _, status, used = os.wait4(process.pid, 0)
+            _, status, of_process = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
-            megabytes = max(megabytes, used.ru_maxrss / 1000)
+            used.append(of_process)
         seconds = time.perf_counter() - began
         texts = []
         for output in outputs:
@@ -149,8 +155,12 @@ def run_processes(commands: list[str], environment: dict[str, str] | None = None
     for process, text in zip(processes, texts, strict=True):
         if process.returncode:
             raise RuntimeError(text[-2000:])
-    printed = [numbers_of(text) for text in texts]
-    return {"printed": printed, "seconds": seconds, "megabytes": megabytes}
+    return {
+        "printed": [numbers_of(text) for text in texts],
+        "seconds": seconds,
+        "busy": sum(x.ru_utime + x.ru_stime for x in used),
+        "megabytes": max(x.ru_maxrss for x in used) / 1000,
+    }
 
 
 def numbers_of(output: str) -> dict:
@@ -271,15 +281,34 @@ def from_start(options: argparse.Namespace) -> list[Table]:
 
 
 def watching(options: argparse.Namespace) -> list[Table]:
-    script = shlex.join(options.script)
-    name = Path(options.script[0]).name
+    nano_gpt = functools.partial(scripts.nano_gpt, every=1000, rate="3e-4", least="3e-4")
+    trainings = {
+        "decoder": nano_gpt(16, layers=8, width=384, length=128, batch=8, evaluations=1),
+        "nanoGPT": nano_gpt(400, layers=4, width=128, evaluations=1),  # its page's for a CPU
+        "ppo": scripts.PPO,
+        "td3": scripts.STUDIES["stacks_in_scripts"].scripts["td3, Pendulum"],
+    }
+    watch = "-m fp8rl.doctor watch"
+    stacks = "model=bf16 optimizer=torchao-8bit:eager optimizer=bnb-8bit optimizer=optimi-kahan"
+    hows = {"alone": "", "emulated": watch, "four stacks": f"{watch} --formats '{stacks}'"}
+    clones = dict(zip(("cleanrl", "nanogpt"), map(Path.absolute, options.clones), strict=True))
+    scripts.prepare_text(clones["nanogpt"])
+
+    def measure(script: scripts.Script, how: str, seed: int) -> dict[str, float]:
+        folder = clones[script.folder]
+        paths = os.environ.get("FP8RL_STRANGERS", ""), str(ROOT), str(folder)
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        ended = run_processes([f"{how} {script.arguments.format(seed=seed)}"], variables, folder)
+        return {"CPU seconds": ended["busy"], "most memory, MB": ended["megabytes"]}
+
     arms = [
-        waiting_arm((name, "alone"), script),
-        waiting_arm(
-            (name, "under `python -m fp8rl.doctor watch`"), f"-m fp8rl.doctor watch {script}"
-        ),
+        Arm((name, how), "CPU seconds", functools.partial(measure, script, hows[how]))
+        for name, script in trainings.items()
+        for how in hows
     ]
-    return [Table(("script", "how"), arms, WAITING)]
+    heads = {"times alone": "CPU seconds", "times its memory": "most memory, MB"}
+    ratios = {head: (column, "first line") for head, column in heads.items()}
+    return [Table(("script", "how"), arms, ratios)]
 
 
 def loops(options: argparse.Namespace) -> list[Table]:
@@ -670,7 +699,7 @@ def main(words: list[str] | None = None) -> None:
         "--rounds", type=int, default=5, help="0 only writes what is in the journal"
     )
     parser.add_argument(
-        "--script", nargs=argparse.REMAINDER, help="of watching, with its arguments"
+        "--clones", nargs=2, type=Path, help="of watching: clones of CleanRL and nanoGPT"
     )
     options = parser.parse_args(words)
     if TABLES[options.table] in ON_GPU and not torch.cuda.is_available():

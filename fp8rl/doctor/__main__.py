@@ -124,6 +124,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="how many numbers of each optimizer to follow at least; at least 64 of each tensor "
         f"are (default: {SAMPLE}). More numbers make the errors of the rates smaller.",
     )
+    watch.add_argument(
+        "--whole",
+        action="store_true",
+        help="run real optimizers on whole tensors, not on some blocks of each",
+    )
     keep = commands.add_parser(
         "keep",
         help="train with few bits: an emulation, or a real optimizer",
@@ -285,7 +290,12 @@ def run_watch(options: argparse.Namespace) -> NoReturn:
     if options.json:
         check_report_can_be_written(options.json)
     sample = check_sample(options.sample)
-    arguments = {"formats": formats, "tolerates": tolerates, "sample": sample}
+    arguments = {
+        "formats": formats,
+        "tolerates": tolerates,
+        "sample": sample,
+        "whole": options.whole,
+    }
     launch(options, arguments, options.json)
 
 

@@ -79,6 +79,8 @@ class Attached:
         module = importlib.import_module(f".{self.command}", __package__)
         kind = module.Doctor if self.command == "watch" else module.Keep
         self.hooks = kind(**self.arguments)
+        if self.reports:
+            self.hooks.tell = lambda text: say(f"fp8rl.doctor: {text}")
         self.context.enter_context(self.hooks.installed())
 
     def end(self) -> None:

@@ -1,22 +1,27 @@
-"""Shadows that are real optimizers: a class of any package steps on a copy of the parameters.
+"""Shadows that are real optimizers: a class of any package steps on a copy of some parameters.
 
 What an optimizer of another package really does cannot be told from its description: its blocks
 hold tensors of some sizes only, its sums are rounded once or twice a step, its weight decay may be
-lost. So the class itself runs, on copies of whole tensors. The script trains in float32 beside it
-and is not changed. After each of its steps, every copy makes a step with the same gradients.
+lost. So the class itself runs. The script trains in float32 beside it and is not changed. After
+each of its steps, every copy makes a step with the same gradients.
+
+Most classes treat each number by itself, or each block of numbers. They run on *stand-ins*: a
+sample of whole blocks of each tensor, with the tensor's own gradients there (stand_ins.py). Other
+classes, such as Muon, run on copies of whole tensors. `keep` trains with such a copy (keep.py).
 
 A copy is never returned to the script's weights. It goes on from where its own steps have led it,
 with float32's gradients. So a training that never starts is seen to stand still.
 
-A copy needs the memory of its parameters and its state. All copies together need one more copy of
-the script's float32 parameters. `keep` trains with such a copy (keep.py).
+Nothing that a step measures is looked at before the window ends, so a GPU is not waited for.
 """
 
 import contextlib
+import functools
 import importlib
 import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +29,9 @@ from torch.utils._pytree import tree_leaves
 
 from ..bits.catalogue import RealOptimizer
 from ..bits.notation import split_entry
-from .findings import NOT_JUDGED, SAME, Finding, judge
-from .ruler import Ruler
+from . import first_line
+from .findings import NOT_JUDGED, SAME, Finding
+from .stand_ins import LEAST, StandIns, with_groups
 from .watcher import NOT_IN_PROPORTION, Shadow, Update, Watcher, dense, shadow_steps
 
 PLAIN = {"Tensor", "Parameter"}  # classes of tensors that keep their numbers as their dtype says
@@ -47,7 +53,7 @@ class OptimizerCopy:
 
     def __init__(self, entry: RealOptimizer, optimizer: torch.optim.Optimizer):
         self.entry = entry
-        self.random_states: list = []  # of its random numbers; none before the first are drawn
+        self.random_states: list = []  # none before the first are drawn
         # `shared` are the options that follow the script's, which a schedule may change
         self.factory, self.shared, self.remarks = class_and_options(entry, optimizer)
         self.parameters: dict[int, torch.nn.Parameter] = {}
@@ -108,18 +114,21 @@ class OptimizerCopy:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """A context for calls of the real optimizer. Hooks of the script's optimizers can tell it
-        from the script, and it draws random numbers of its own."""
-        is_eager = self.entry.eager
-        stance = torch.compiler.set_stance("force_eager") if is_eager else contextlib.nullcontext()
-        token = shadow_steps.set(True)
-        self.exchange_random_numbers()
-        try:
-            with stance:
-                yield
-        finally:
+        """A context for calls of the real optimizer.
+
+        Hooks of the script's optimizers can tell its steps from the script's, and it draws random
+        numbers of its own.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.callback(shadow_steps.reset, shadow_steps.set(True))
             self.exchange_random_numbers()
-            shadow_steps.reset(token)
+            stack.callback(self.exchange_random_numbers)
+            if self.entry.eager:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                # torchao compiles in every step, which takes longer than the step even so
+                stack.callback(setattr, torch, "compile", torch.compile)
+                torch.compile = functools.partial(compiled_for_others, torch.compile)
+            yield
 
     def exchange_random_numbers(self) -> None:
         """Exchanges the states of the global generators of torch, NumPy and Python with its own.
@@ -171,7 +180,7 @@ class OptimizerCopy:
         """Gives the script's parameters the numbers of the copies."""
         for p, copy in self.pairs(optimizer):
             p.copy_(copy)
-        self.checksums = state_checksums(optimizer)
+        self.marks = marks_of_state(optimizer)
 
     @torch.no_grad()
     def take_changes(self, optimizer: torch.optim.Optimizer) -> None:
@@ -182,13 +191,21 @@ class OptimizerCopy:
         """
         for p, copy in self.pairs(optimizer):
             copy.copy_(p)
-        if state_checksums(optimizer) != self.checksums:
+        if marks_of_state(optimizer) != self.marks:
             self.take_state(optimizer)
 
     def pairs(self, optimizer: torch.optim.Optimizer) -> list[tuple]:
         """The script's parameters that have a copy, each with its copy."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return [(p, self.parameters[id(p)]) for p in parameters if id(p) in self.parameters]
+
+
+def compiled_for_others(compiles: Callable, function: Callable | None = None, **options):
+    """What `torch.compile` returns: for a real optimizer the function itself, and for other threads
+    of the script what `compiles` makes of it."""
+    if not shadow_steps.get():
+        return compiles(function, **options)
+    return function or (lambda decorated: decorated)
 
 
 def take_over(state: dict, kept: dict) -> bool:
@@ -207,10 +224,11 @@ def take_over(state: dict, kept: dict) -> bool:
     return taken
 
 
-def state_checksums(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Numbers that tell whether other code has changed the state of an optimizer.
+def marks_of_state(optimizer: torch.optim.Optimizer, waits: bool = True) -> bytes | list:
+    """What tells whether other code has changed the state of an optimizer.
 
-    They are sums of bits: a version of a tensor does not tell of a change through its `data`.
+    It is some numbers of each tensor: a version of a tensor does not tell of a change through its
+    `data`. The versions are what can be had without waiting for a GPU, if `waits` is False.
     """
     tensors = [
         x.detach()
@@ -219,43 +237,57 @@ def state_checksums(optimizer: torch.optim.Optimizer) -> list[int]:
         for x in state.values()
         if type(x).__name__ in PLAIN and x.layout == torch.strided
     ]
-    sums = [x.float().view(torch.int32).sum() for x in tensors]
-    return torch.stack([x.cpu() for x in sums]).tolist() if sums else []
+    if not waits:
+        return [(id(x), x._version) for x in tensors]
+    some = [x.reshape(-1)[:: x.numel() // 64 + 1].float().cpu() for x in tensors]
+    return torch.cat(some).numpy().tobytes() if some else b""
 
 
-def bytes_of(tensors: list[torch.Tensor]) -> int:
-    """The bytes of tensors, also of those that keep their numbers in other tensors, as those of
-    torchao do."""
-    total = 0
-    for tensor in tensors:
-        if hasattr(tensor, "__tensor_flatten__") and type(tensor).__name__ not in PLAIN:
-            names, _ = tensor.__tensor_flatten__()
-            total += bytes_of([getattr(tensor, name) for name in names])
-        else:
-            total += tensor.numel() * tensor.element_size()
-    return total
+def tensors_in(x, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in something, such as the state of a parameter, and their names. A tensor that
+    keeps its numbers in other tensors, as those of torchao do, has these in its place."""
+    if isinstance(x, dict):
+        for key, value in x.items():
+            yield from tensors_in(value, f"{name}.{key}")
+    elif hasattr(x, "__tensor_flatten__") and type(x).__name__ not in PLAIN:
+        names, _ = x.__tensor_flatten__()
+        yield from tensors_in({inner: getattr(x, inner) for inner in names}, name)
+    else:
+        yield from ((name, leaf) for leaf in tree_leaves(x) if isinstance(leaf, torch.Tensor))
 
 
-def memory(optimizer, parameters: list[torch.Tensor]) -> tuple[float, int]:
-    """The bytes that an optimizer keeps of a parameter between updates, itself and its state, and
-    of how many tensors everything is kept in float32: nothing was gained there.
+def memory(
+    optimizer: torch.optim.Optimizer,
+    parameters: list[torch.Tensor],
+    stand_for: list[list[int]],
+    fixed: Iterable[str] = (),
+) -> tuple[float, int]:
+    """The bytes that an optimizer keeps of a number of the script's tensors between updates, itself
+    and its state, and of how many of these tensors everything is kept in float32: nothing was
+    gained there.
+
+    `stand_for` has the sizes of the tensors for which each of the parameters stands. What is kept
+    of them is in proportion to that, but for tensors of a state with the names `fixed`.
 
     Some classes keep tensors in their groups or attributes. Those that have the shape of one of the
     parameters count.
     """
     groups = [{**group, "params": []} for group in optimizer.param_groups]
-    attributes = {**vars(optimizer), "param_groups": [], "state": {}}
-    shapes = {p.shape for p in parameters}
-    tensors = [x for x in tree_leaves([groups, attributes]) if isinstance(x, torch.Tensor)]
-    total = bytes_of([x for x in tensors if x.shape in shapes])
+    attributes = {**vars(optimizer), "param_groups": groups, "state": {}}
+    others = [x for x in tree_leaves(attributes) if isinstance(x, torch.Tensor)]
+    total = 0.0
     in_float32 = 0
-    for p in parameters:
-        leaves = tree_leaves([p, {**optimizer.state.get(p, {})}])
-        kept = [x for x in leaves if isinstance(x, torch.Tensor)]
-        total += bytes_of(kept)
-        whole = [x for x in kept if x.numel() >= p.numel()]
-        in_float32 += all(x.dtype == torch.float32 and type(x).__name__ in PLAIN for x in whole)
-    return total / sum(p.numel() for p in parameters), in_float32
+    for p, sizes in zip(parameters, stand_for, strict=True):
+        alike = [x for x in others if x.shape == p.shape]
+        others = [x for x in others if x.shape != p.shape]
+        kept = [*tensors_in(p), *tensors_in({**optimizer.state.get(p, {})})]
+        for name, x in [*kept, *tensors_in({i: x for i, x in enumerate(alike)})]:
+            times = len(sizes) if name in fixed else sum(sizes) / p.numel()
+            total += times * x.numel() * x.element_size()
+        # Two codes of 4 bits are in one number
+        whole = [x.dtype for _, x in kept if 2 * x.numel() >= p.numel()]
+        in_float32 += len(sizes) * ({*whole} == {torch.float32})
+    return total / sum(map(sum, stand_for)), in_float32
 
 
 def set_option(group: dict, name: str, value) -> None:
@@ -367,217 +399,372 @@ def options_of(factory) -> dict[str, object]:
     return {name: options[name] for name in options if name not in ("self", "params")}
 
 
-class RealCopy:
-    """A real optimizer beside a script's, and what was measured of it.
+class Blocks(NamedTuple):
+    """How a real optimizer treats large tensors.
 
-    `copy`      None before the first step, and once it makes no more steps
-    `start`     sampled weights [T, P] at the beginning of the window
-    `drifted`   the share of the numbers that drift in each window
-    `longest`   the longest step of each of the T tensors, in learning rates
-    `leaps`     the updates with a leap
-    `reason`    why it is not judged; empty if it is
-    `diverged`  the update at which its weights were no longer finite; 0 if they are
-    `bytes`     what is kept of a parameter; 0 before the first step
+    `size`   how many numbers a block has that it treats by itself; 0 if it treats none so
+    `bytes`  what it keeps of a parameter; 0 if it makes no step
+    `fixed`  names of tensors in its state whose sizes are the same for all parameters
+    `codes`  whether its state has codes of 8 bits or fewer, which may have a number leap
     """
 
-    def __init__(self, entry: RealOptimizer, watcher: Watcher):
+    size: int = 0
+    bytes: float = 0.0
+    fixed: frozenset[str] = frozenset()
+    codes: bool = False
+
+
+def trained(
+    entry: RealOptimizer,
+    optimizer: torch.optim.Optimizer,
+    settings: dict,
+    gradients: Iterable[list[torch.Tensor]],
+    draws: bool = False,
+) -> OptimizerCopy:
+    """A real optimizer in place of the script's that has trained tensors of its own.
+
+    `settings` are those of a parameter group, with the tensors, and `gradients` those of each step.
+    `draws` has it begin with other random numbers.
+    """
+    script = with_groups(optimizer, [settings], {})
+    real = OptimizerCopy(entry, script)
+    with real.alone():
+        _ = (torch.rand(1), random.random(), np.random.random()) if draws else ()
+    for of_step in gradients:
+        for p, gradient in zip(settings["params"], of_step, strict=True):
+            p.grad = gradient
+        real.step(script)
+    return real
+
+
+def every_other_block(tensors: Iterable[torch.Tensor], size: int) -> torch.Tensor:
+    """Every other block of tensors, of so many numbers, as one tensor [N]."""
+    return joined([x.reshape(-1, size)[::2] for x in tensors])
+
+
+def noise(rows: int, generator: torch.Generator) -> torch.Tensor:
+    """Numbers from N(0, 1) in rows of 128, whatever the script has set as default."""
+    options = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    return torch.randn(rows, 128, **options)
+
+
+@torch.no_grad()
+def blocks_of(entry: RealOptimizer, optimizer: torch.optim.Optimizer, device) -> Blocks:
+    """How a real optimizer in place of the script's treats large tensors, by trying it.
+
+    It trains two tensors for some steps, and some blocks of both as one tensor. These must end with
+    the same numbers. With stochastic rounding, they must differ no more than the two tensors do
+    from themselves if other random numbers are drawn.
+    """
+    entry = entry._replace(eager=True)  # a compiled step does the same
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    blocks = Blocks()
+    for size in (256, 2048):
+        rows = 24 * size // 128, 20 * size // 128
+        start, *gradients = (
+            # Rows have different sizes
+            [(noise(n, generator) * noise(n, generator)[:, :1].exp()).to(device) for n in rows]
+            for _ in range(7)
+        )
+        settings = {**optimizer.param_groups[0], "params": start, "lr": 0.1}
+        of_blocks = {**settings, "params": [every_other_block(start, size)]}
+        gradients_of_blocks = ([every_other_block(x, size)] for x in gradients)
+        try:
+            whole = trained(entry, optimizer, settings, gradients)
+            copies = [*whole.parameters.values()]
+            states = [dict(tensors_in({**whole.optimizer.state.get(p, {})})) for p in copies]
+            names = [{(name, x.numel()) for name, x in state.items()} for state in states]
+            fixed = frozenset(name for name, _ in names[0] & names[1])
+            codes = any(x.element_size() == 1 for x in states[0].values())
+            total, _ = memory(whole.optimizer, copies, [[p.numel()] for p in copies])
+            blocks = Blocks(0, total, fixed, codes)
+            again = trained(entry, optimizer, settings, gradients, draws=True).parameters.values()
+            alone = trained(entry, optimizer, of_blocks, gradients_of_blocks).parameters.values()
+            ends = joined(alone), every_other_block(copies, size), every_other_block(again, size)
+            end, exact, other = (x.float().nan_to_num() for x in ends)
+            if (end - exact).norm() <= 1.1 * (other - exact).norm():
+                return blocks._replace(size=size)
+        except Exception:  # it takes no tensors of one dimension, or fails in every step
+            continue
+    return blocks
+
+
+class CopyShadow(Shadow):
+    """A real optimizer beside a script's, on its own copy of the stand-ins.
+
+    `watcher`  the script's optimizer
+    `entry`    which real optimizer
+    `length`   updates in a window
+    `whole`    whether it runs on whole tensors, although its class treats blocks by themselves
+    `tell`     is told how much memory it will take
+
+    `blocks`      how it treats large tensors
+    `copy`        None before the first step, and once it makes no more steps
+    `reason`      why it is not judged; empty if it is
+    `diverged`    the update at which its weights were no longer finite; 0 if they are
+    `remarks`     in words, options that are not the script's, and the like
+    `bytes`       what is kept of a parameter; 0 before the first step
+    `in_float32`  how many tensors are kept wholly in float32
+    `leaps`       the updates with a leap
+    `drifted`     the share of the numbers that drift in each window
+
+    Arrays [2, ...] have what the script does in their first row, and what the copy does in the
+    second:
+
+    `start`     sampled weights [2, T, P] at the beginning of the window
+    `longest`   the longest step of each of the T tensors, [2, T], in learning rates
+    `recorded`  of each update since `look_back`: the farthest that a number of each tensor has
+                moved, [2, T], and the tensors' learning rates [T]
+    """
+
+    def __init__(
+        self,
+        watcher: Watcher,
+        entry: RealOptimizer,
+        length: int,
+        whole: bool,
+        tell: Callable[[str], None],
+    ):
+        super().__init__(watcher, [entry.text], length)
         self.entry = entry
+        self.tell = tell
+        self.is_on_host = watcher.device.type == "cpu"
+        self.blocks = blocks_of(entry, watcher.optimizer, watcher.device)
+        self.block = 0 if whole else self.blocks.size
+        self.stand_ins: StandIns | None = None
         self.copy: OptimizerCopy | None = None
-        self.ruler = Ruler(watcher.sample, [entry.text], watcher.tensor_names)
-        self.drifted: list[float] = []
-        self.longest = np.zeros(len(watcher.references), np.float32)
-        self.leaps: list[int] = []
         self.reason = ""
         self.diverged = 0
+        self.remarks: list[str] = []
         self.bytes = 0.0
-        self.in_float32 = 0  # how many tensors are kept wholly in float32
-        self.remarks: list[str] = []  # options that are not the script's, and the like
+        self.in_float32 = 0
+        self.leaps: list[int] = []
+        self.drifted: list[float] = []
+        tensors = len(watcher.references)
+        self.longest = np.zeros((2, tensors), np.float32)
+        self.longest_ways = np.zeros(tensors)  # the script's, in a window
+        self.recorded: list[tuple[torch.Tensor, np.ndarray]] = []
+        self.learning_rates = np.zeros(max(watcher.group) + 1)  # of the groups; sums over updates
+        self.marks: bytes | list = b""  # of the state of the script's optimizer after a step
 
-    def attempt(self, what: str, function: Callable, *arguments) -> None:
+    def attempt(self, what: str, function: Callable, *arguments):
         """Calls a function of the copy. A copy that fails makes no more steps."""
         try:
-            function(*arguments)
+            return function(*arguments)
         except Exception as error:
             self.copy = None
-            text = str(error).strip().partition("\n")[0]
+            text = first_line(error)
             self.reason = f"it {what} ({type(error).__name__}: {text})"
             if isinstance(error, ValueError) and text.startswith(self.entry.text):
                 self.reason = text.removeprefix(f"{self.entry.text}: ")
 
-    def make(self, optimizer: torch.optim.Optimizer) -> None:
-        self.copy = OptimizerCopy(self.entry, optimizer)
-        self.remarks = self.copy.remarks  # the same list, to which the copy may add
-
-
-class CopyShadow(Shadow):
-    """Real optimizers beside a script's, each on its own copy of the parameters.
-
-    `watcher`  the script's optimizer
-    `entries`  which real optimizers
-    `length`   updates in a window
-    """
-
-    def __init__(self, watcher: Watcher, entries: list[RealOptimizer], length: int):
-        super().__init__(watcher, [], length)
-        self.copies = [RealCopy(entry, watcher) for entry in entries]
-        tensors = len(watcher.references)
-        self.longest = np.zeros(tensors, np.float32)  # the script's own longest steps
-        self.longest_ways = np.zeros(tensors)  # the script's, in a window
-        self.updates = 0
-        self.learning_rates = np.zeros(max(watcher.group) + 1)  # of the groups; sums over updates
-        self.last: list[torch.Tensor] | None = None  # the script's weights after its last step
-        self.checksums: list[int] = []  # of the state of the script's optimizer after that
-
-    @property
-    def active(self) -> list[RealCopy]:
-        """The copies that still make steps."""
-        return [real for real in self.copies if real.copy is not None]
-
     @torch.no_grad()
     def before(self) -> None:
-        """Makes the copies at the first step. Later they are changed as other code has changed the
+        """Makes the copy at the first step. Later it is changed as other code has changed the
         script's weights and the state of its optimizer since the last step."""
         optimizer = self.watcher.optimizer
         parameters = self.watcher.parameters
-        sample = self.watcher.sample
-        if self.last is None:
-            self.last = [p.detach().clone() for p in parameters]
-            for real in self.copies:
-                real.attempt("could not be made", real.make, optimizer)
-            self.checksums = state_checksums(optimizer)
-            self.begin_window()
+        tears = self.stand_ins is not None and self.stand_ins.tears(parameters)
+        if tears:
+            self.look_back()
+        if self.reason or self.diverged:  # it makes no more steps
             return
-        if state_checksums(optimizer) != self.checksums:
-            for real in self.active:
-                real.attempt("failed", real.copy.take_state, optimizer)
-        changes = torch._foreach_sub(parameters, self.last)
-        # A NaN is a change, too
-        if not torch.stack(torch._foreach_norm(changes, torch.inf)).any():
+        if tears or self.stand_ins is None:
+            self.make_copy(optimizer, parameters)
+        elif self.marks_among(self.watcher.read) != self.marks:
+            stand_in = self.stand_ins.optimizer(optimizer, parameters, state=True)
+            self.attempt("failed", self.copy.take_state, stand_in)
+        if self.copy is None:
+            return
+        numbers = self.stand_ins.read(parameters)
+        change = numbers - self.stand_ins.numbers
+        # A NaN is a change, too. A GPU would have to be waited for.
+        if self.is_on_host and not change.any():
             return
         # A window then begins so far away that its way is the same as without the change
-        self.start = sample.take(parameters) - (sample.take(self.last) - self.start)
-        torch._foreach_copy_(self.last, parameters)
-        for real in self.active:
-            way = self.weights_of(real) - real.start
-            copies = self.parameters_of(real)
-            torch._foreach_add_(copies, [change.to(copies[0].dtype) for change in changes])
-            real.start = self.weights_of(real) - way
+        weights = self.weights()
+        self.stand_ins.numbers.copy_(numbers)
+        for copy, part in zip(self.copies(), self.stand_ins.split(change), strict=True):
+            copy += part.to(copy.dtype)
+        self.start += self.weights() - weights
 
-    def begin_window(self) -> None:
-        self.start = self.weights_of()
-        for real in self.active:
-            real.start = self.weights_of(real)
+    def make_copy(self, optimizer, parameters: list[torch.Tensor]) -> None:
+        """Makes the copy. It begins where the script is, and so it does once more when some
+        parameters of a common stand-in have no gradient: each then has a stand-in of its own."""
+        is_first = self.stand_ins is None
+        sample = self.watcher.sample
+        group = self.watcher.group
+        self.stand_ins = StandIns(optimizer, parameters, group, sample, self.block, is_first)
+        self.ruler.sample = self.stand_ins.sample
+        stand_in = self.stand_ins.optimizer(optimizer, parameters, state=True)
+        self.copy = self.attempt("could not be made", OptimizerCopy, self.entry, stand_in)
+        if self.copy is None:
+            return
+        self.remarks += self.copy.remarks
+        self.copy.remarks = self.remarks  # the same list, to which the copy may add
+        self.start = self.weights()
+        if not is_first:
+            self.remarks.append(
+                f"it began anew after update {self.watcher.updates}, when some tensors had no "
+                "gradient"
+            )
+            return
+        followed = len(self.stand_ins.numbers)
+        # What it keeps and a gradient, and the script's weights and gradients in float32
+        total = followed * (8 + self.blocks.bytes + 4)
+        self.tell(
+            f"{self.entry.text}: on {followed:,} of {sample.sizes.sum():,} numbers, "
+            f"about {total / 1e6:,.3g} MB"
+        )
 
-    def parameters_of(self, real: RealCopy) -> list[torch.Tensor]:
-        """A copy's parameters, in the order of the script's."""
-        return [real.copy.parameters[id(p)] for p in self.watcher.parameters]
+    def marks_among(self, numbers: torch.Tensor) -> bytes | list:
+        """What tells whether other code has changed the state of the script's optimizer. `numbers`
+        were read by the watcher, Adam's moments at the end."""
+        if self.watcher.is_adam and self.is_on_host:
+            return numbers[-2 * len(self.watcher.references) :].numpy().tobytes()
+        return marks_of_state(self.watcher.optimizer, self.is_on_host)
 
-    def weights_of(self, real: RealCopy | None = None) -> np.ndarray:
-        """The sampled weights [T, P] of a copy, or of the script.
+    def copies(self) -> list[torch.Tensor]:
+        """The copy's parameters, in the order of the stand-ins."""
+        return [self.copy.parameters[id(x)] for x in self.stand_ins.tensors]
+
+    def weights(self) -> torch.Tensor:
+        """The sampled weights of the script and of the copy, float32 [2, T, P].
 
         They are the parameters. A Kahan sum keeps what rounding has left out of a parameter beside
         it, and adds it as soon as it is large enough. So a weight is the sum of both. Where nothing
         is kept, optimi has a single number or None.
         """
-        optimizer = real.copy.optimizer if real else self.watcher.optimizer
-        parameters = self.parameters_of(real) if real else self.watcher.parameters
-        rests = [optimizer.state.get(p, {}).get("kahan_comp") for p in parameters]
-        pairs = zip(parameters, rests, strict=True)
+        copies = self.copies()
+        rests = [self.copy.optimizer.state.get(p, {}).get("kahan_comp") for p in copies]
+        pairs = zip(copies, rests, strict=True)
         rests = [x if getattr(x, "shape", None) == p.shape else None for p, x in pairs]
-        sample = self.watcher.sample
-        return sample.take(parameters) + sample.take(dense(parameters, rests))
+        numbers = [self.stand_ins.numbers, joined(copies), joined(dense(copies, rests))]
+        script, copy, rest = (x[self.stand_ins.positions].float() for x in numbers)
+        return torch.stack((script, copy + rest))
 
     @torch.no_grad()
     def after(self, update: Update) -> None:
-        """Lets every copy make the step that the script has made, and measures them."""
-        optimizer = self.watcher.optimizer
-        parameters = self.watcher.parameters
-        self.updates += 1
+        """Lets the copy make the step that the script has made, and measures both."""
         rates = np.array([settings.learning_rate for settings in update.settings])
         self.learning_rates += rates
-        lr = rates[self.watcher.group].astype(np.float32)
-        self.longest = np.maximum(self.longest, longest_steps(self.last, parameters, lr))
-        if self.updates == 1:
-            self.own_bytes, _ = memory(optimizer, parameters)
-        for real in self.active:
-            self.step(real, lr)
-        torch._foreach_copy_(self.last, parameters)
-        self.checksums = state_checksums(optimizer)
-        if self.updates % self.length == 0:
+        if self.copy is None:
+            return
+        optimizer = self.watcher.optimizer
+        parameters = self.watcher.parameters
+        updates = self.watcher.updates
+        before = joined(self.copies())
+        stand_in = self.stand_ins.optimizer(optimizer, parameters)
+        self.attempt(f"failed in step {updates}", self.copy.step, stand_in)
+        if self.copy is None:
+            return
+        numbers = self.stand_ins.read(parameters)
+        script = self.farthest(self.stand_ins.numbers, numbers)
+        copy = self.farthest(before, joined(self.copies()))
+        of_tensors = rates[self.watcher.group].astype(np.float32)
+        self.recorded.append((torch.stack((script, copy)), of_tensors))
+        if not self.bytes:
+            sizes = self.watcher.sample.sizes.tolist()
+            stand_for = [[sizes[t] for t in part] for part in self.stand_ins.parts]
+            self.bytes, self.in_float32 = memory(
+                self.copy.optimizer, self.copies(), stand_for, self.blocks.fixed
+            )
+        self.stand_ins.numbers.copy_(numbers)
+        self.marks = self.marks_among(update.after)
+        if updates % self.length == 0:
             self.end_window()
 
-    def step(self, real: RealCopy, lr: np.ndarray) -> None:
-        """Lets one copy make a step."""
-        copies = self.parameters_of(real)
-        before = [copy.clone() for copy in copies]
-        what = f"failed in step {self.updates}"
-        real.attempt(what, real.copy.step, self.watcher.optimizer)
-        if real.copy is None:
+    def farthest(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        """The farthest that a number of each tensor has moved, float32 [T], in the order of the
+        parts, from all numbers [N] before a step and after it.
+
+        In 16 bits, a number moves by whole spacings, however short the step. So one spacing is
+        taken off.
+        """
+        moved = after.float() - before.float()
+        if after.dtype != torch.float32:
+            larger = torch.maximum(before.abs(), after.abs())
+            next_number = (larger.view(torch.int16) + 1).view(after.dtype)
+            spacing = (next_number.float() - larger.float()).nan_to_num()  # none beside infinity
+            moved = (moved.abs() - spacing).clamp(min=0)
+        return torch.stack(torch._foreach_max(moved.abs().split(self.stand_ins.counts)))
+
+    def look_back(self) -> None:
+        """Looks at the steps since it did so last. A step that is longer than 10 of the script's
+        longest ones is a leap. A copy whose weights are no longer finite ends."""
+        if not self.recorded:
             return
-        # A step that is longer than 10 of the script's longest ones is a leap
-        leap = 10 * float(self.longest.max())
-        longest = longest_steps(before, copies, lr, np.minimum(real.longest, leap))
-        real.longest = np.maximum(real.longest, longest)
-        if longest.max() > leap > 0:
-            real.leaps.append(self.updates)
-        if self.updates == 1:
-            real.bytes, real.in_float32 = memory(real.copy.optimizer, copies)
-        if not np.isfinite(longest).all():
-            real.diverged = self.updates
-            real.copy = None
+        first = self.watcher.updates - len(self.recorded) + 1
+        distances, rates = zip(*self.recorded, strict=True)
+        self.recorded = []
+        # In the order of the tensors, [updates, 2, T]
+        steps = torch.stack(distances).cpu().numpy()[..., np.argsort(self.stand_ins.order)]
+        rates = np.broadcast_to(np.stack(rates)[:, None], steps.shape)
+        steps = np.divide(steps, rates, out=np.zeros_like(steps), where=rates > 0)
+        script, copy = steps.swapaxes(0, 1)
+        finite = np.isfinite(copy).all(1)
+        if not finite.all():
+            last = int(finite.argmin())
+            copy[last + 1 :] = 0
+            self.diverged = first + last
+            self.copy = None
+        so_far = np.append(self.longest[0].max(), script.max(1))
+        limits = 10 * np.maximum.accumulate(so_far)[1:]
+        leaps = (copy.max(1) > limits) & (limits > 0)
+        self.leaps += (first + np.flatnonzero(leaps)).tolist()
+        self.longest = np.maximum(self.longest, steps.max(0))
 
     def end_window(self) -> None:
         """Measures the window, and begins the next one.
 
-        A number drifts in a window if float32 leaves it alone, and a copy moves it by more than a
+        A number drifts in a window if float32 leaves it alone, and the copy moves it by more than a
         tenth of how far float32 moves the numbers of its tensor (root mean square) in the window
         with the longest way so far. A shorter way may be the rounding of a difference, or the end
         of a momentum, which float32 has rounded away a bit earlier.
         """
-        sample = self.watcher.sample
-        true = self.weights_of() - self.start
-        ways = np.sqrt(sample.mean(np.square(true)))  # [T]
-        self.longest_ways = np.maximum(self.longest_ways, ways)
-        for real in self.active:
-            moved = self.weights_of(real) - real.start
-            lost = (moved == 0) & (true != 0)
-            real.ruler.add(moved[None], true, lost[None])
-            drifts = (true == 0) & (np.abs(moved) > 0.1 * self.longest_ways[:, None])
-            real.drifted.append(float(np.average(sample.mean(drifts), weights=sample.sizes)))
-        self.begin_window()
+        self.look_back()
+        if self.copy is None:
+            return
+        sample = self.stand_ins.sample
+        weights = self.weights()
+        true, moved = (weights - self.start).cpu().numpy()
+        lost = (moved == 0) & (true != 0)
+        self.ruler.add(moved[None], true, lost[None])
+        lengths = np.sqrt(sample.mean(np.square(true)))  # [T]
+        self.longest_ways = np.maximum(self.longest_ways, lengths)
+        drifts = (true == 0) & (np.abs(moved) > 0.1 * self.longest_ways[:, None])
+        self.drifted.append(float(np.average(sample.mean(drifts), weights=sample.sizes)))
+        self.start = weights
 
     def findings(self, tolerates: tuple[float, float]) -> list[Finding]:
-        """The finding of each copy, in the order of the entries, without cures."""
-        return [self.finding_of(real, tolerates) for real in self.copies]
-
-    def finding_of(self, real: RealCopy, tolerates: tuple[float, float]) -> Finding:
-        text = real.entry.text
-        if real.reason:
-            return Finding(self.watcher.name, *split_entry(text), NOT_JUDGED, real.reason)
-        loses = f"{{share}} of the numbers stay the same over {self.length} updates"
-        finding = judge(self.watcher.name, text, real.ruler.reading(0), tolerates, loses)
-        if real.diverged:
-            why = f"its weights became infinite or NaN at update {real.diverged}"
+        """The finding of the copy, without a cure."""
+        if self.reason:
+            entry = split_entry(self.entry.text)
+            return [Finding(self.watcher.name, *entry, NOT_JUDGED, self.reason)]
+        self.look_back()
+        (finding,) = super().findings(tolerates)
+        if self.diverged:
+            why = f"its weights became infinite or NaN at update {self.diverged}"
             finding = finding._replace(verdict="diverges", why=why)
-        if not real.bytes:
-            return finding
-        longest = float(real.longest.max())
-        own = float(self.longest.max())
-        finding = finding._replace(longest_step=longest, bytes_per_parameter=real.bytes)
-        if (finding.rate, finding.noise, longest, real.bytes) == (1, 0, own, self.own_bytes):
+        if not self.bytes:
+            return [finding]
+        own, longest = self.longest.max(1).tolist()
+        tensors = len(self.watcher.references)
+        finding = finding._replace(longest_step=longest, bytes_per_parameter=self.bytes)
+        if (finding.rate, finding.noise, longest, self.in_float32) == (1, 0, own, tensors):
             finding = finding._replace(why=f"{SAME}: its steps are equal, bit for bit")
-        if real.leaps:
-            tensor = self.watcher.tensor_names[int(real.longest.argmax())]
-            times = "once" if len(real.leaps) == 1 else f"{len(real.leaps)} times"
+        if self.leaps:
+            tensor = self.watcher.tensor_names[int(self.longest[1].argmax())]
+            times = "once" if len(self.leaps) == 1 else f"{len(self.leaps)} times"
             leap = (
-                f"it leaps {times} in {self.updates} updates, first at {real.leaps[0]}, farthest "
-                f"in {tensor}"
+                f"it leaps {times} in {self.watcher.updates} updates, first at {self.leaps[0]}, "
+                f"farthest in {tensor}"
             )
             finding = finding.worsened("leaps", leap)
-        remarks = list(real.remarks)
-        if real.drifted and (drifted := float(np.mean(real.drifted))) > 0.01:
+        remarks = [*dict.fromkeys(self.remarks)]
+        if self.drifted and (drifted := float(np.mean(self.drifted))) > 0.01:
             remarks.append(f"{drifted:.0%} of the numbers move although float32's stand still")
-        decay = self.decay_rate(real)
+        decay = self.decay_rate()
         arrives = f"{decay:.2f} of the weight decay arrives"
         if decay < tolerates[0] or decay > tolerates[1]:
             finding = finding.worsened("frozen tensors" if decay < 1 else "faster", arrives)
@@ -585,13 +772,24 @@ class CopyShadow(Shadow):
             remarks.append(arrives)
         remarks += [
             f"longest step {longest:,.3g} learning rates (float32 {own:,.3g})",
-            f"{real.bytes:.3g} bytes a parameter",
+            f"{self.bytes:.3g} bytes a parameter",
         ]
-        if real.in_float32:
-            remarks.append(f"{real.in_float32} of {len(real.longest)} tensors stay in float32")
-        return finding._replace(why="; ".join([finding.why, *remarks]))
+        if self.in_float32:
+            remarks.append(f"{self.in_float32} of {tensors} tensors stay in float32")
+        followed = len(self.stand_ins.numbers)
+        total = self.watcher.sample.sizes.sum()
+        if followed < total:
+            remarks.append(f"all this on {followed:,} of {total:,} numbers")
+            if self.blocks.codes and not self.leaps:
+                remarks.append('perhaps "leaps" in the others')
+        elif not self.blocks.size and self.watcher.sample.sizes.max() > LEAST:
+            remarks.append(
+                "it ran on whole tensors, because a step on blocks of them is another one: "
+                f"{self.bytes * total / 1e6:,.3g} MB"
+            )
+        return [finding._replace(why="; ".join([finding.why, *remarks]))]
 
-    def decay_rate(self, real: RealCopy) -> float:
+    def decay_rate(self) -> float:
         """Which share of the weight decay arrives; NaN without weight decay.
 
         The script's class in float32 and the real optimizer both train a tensor of 64 x 64 numbers
@@ -599,7 +797,7 @@ class CopyShadow(Shadow):
         decay. Weight decay is all that moves it. The share is <d', d> / <d, d>, as for every rate.
         """
         optimizer = self.watcher.optimizer
-        rates = self.learning_rates / self.updates
+        rates = self.learning_rates / self.watcher.updates
         decays = [
             float(group.get("weight_decay") or 0) * lr
             for group, lr in zip(self.watcher.groups, rates, strict=False)
@@ -607,51 +805,24 @@ class CopyShadow(Shadow):
         if not any(decays):
             return np.nan
         number = int(np.argmax(decays))
-        generator = torch.Generator(device="cpu").manual_seed(0)
-        weights = torch.randn(64, 64, generator=generator, dtype=torch.float32, device="cpu")
-        start = torch.nn.Parameter(weights.to(self.watcher.device))
-        start.grad = torch.zeros_like(start)
-        # An optimizer with one parameter and the script's settings, which makes no step
-        settings = {**optimizer.param_groups[number], "params": [start], "lr": rates[number]}
-        scheduled = object.__new__(type(optimizer))
-        vars(scheduled).update(vars(optimizer), param_groups=[settings], state={})
+        # Until weight decay has taken a tenth, but within limits
+        steps = int(np.clip(0.1 / decays[number], 64, 256))
+        start = noise(32, torch.Generator(device="cpu").manual_seed(0)).view(64, 64)
+        start = start.to(self.watcher.device)
+        settings = {**self.watcher.groups[number], "params": [start], "lr": rates[number]}
+        gradients = [[torch.zeros_like(start)]] * steps
         own = RealOptimizer("model=fp32", "", {}, "", {}, False)
         moved = []
         try:
-            for entry in (own, real.entry):
-                copy = OptimizerCopy(entry, scheduled)
-                copied = copy.parameters[id(start)].detach()
-                before = copied.float().clone()
-                # Until weight decay has taken a tenth, but within limits
-                for _ in range(int(np.clip(0.1 / decays[number], 64, 256))):
-                    copy.step(scheduled)
-                moved.append(copied.float() - before)
+            for entry in (own, self.entry):
+                (end,) = trained(entry, optimizer, settings, gradients).parameters.values()
+                moved.append(end.detach().float() - start.to(end.dtype).float())
         except Exception:  # the decay is a note; the rate stands without it
             return np.nan
         true, with_real = moved
         return float((with_real * true).sum() / true.square().sum())
 
 
-def longest_steps(
-    before: list[torch.Tensor],
-    after: list[torch.Tensor],
-    lr: np.ndarray,
-    known: np.ndarray | None = None,
-) -> np.ndarray:
-    """The farthest that a number of each tensor has moved, in learning rates, float32 [T].
-
-    In 16 bits, a number moves by whole spacings, however short the step. So one spacing is taken
-    off. That is computed only where the result may be longer than `known`.
-    """
-    moved = torch._foreach_sub(after, before)
-    distances = torch.stack(torch._foreach_norm(moved, torch.inf)).float().cpu().numpy()
-    longest = np.divide(distances, lr, out=np.zeros_like(lr), where=lr > 0)
-    if after[0].dtype == torch.float32:
-        return longest
-    for t in np.flatnonzero(longest > known):
-        farther = torch.maximum(before[t].abs(), after[t].abs()).float()
-        _, exponent = torch.frexp(farther)  # farther = fraction 2^exponent, fraction below 1
-        spacing = torch.exp2((exponent - 1).float()) * torch.finfo(after[t].dtype).eps
-        distance = (after[t].float() - before[t].float()).abs() - spacing
-        longest[t] = float(distance.max().clamp(min=0)) / lr[t]
-    return longest
+def joined(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The numbers of tensors as one row [N]."""
+    return torch.cat([x.detach().reshape(-1) for x in tensors])

@@ -48,13 +48,8 @@ class GradientShadow(Shadow):
     def __init__(self, watcher: Watcher, texts: list[str], length: int):
         super().__init__(watcher, texts, length)
         self.count = 0  # updates in this window so far
+        # m and v of Adam, or the momentum of SGD: [T, P] at first, and then [1 + C, T, P]
         self.moments: list[np.ndarray] | None = None
-
-    def begin_at(self, moments: list[np.ndarray], steps: float) -> None:
-        """Begins with moments [T, P]: m and v of Adam, or the momentum of SGD."""
-        rows = (1 + len(self.ruler.texts), 1, 1)
-        self.moments = [np.tile(x, rows) for x in moments]
-        self.steps = steps
 
     def take_step(self, update: Update, gradients: np.ndarray, live: np.ndarray) -> None:
         """Takes the step of an update with each of the gradients [1 + C, T, P], and ends the window
@@ -128,7 +123,7 @@ class LookShadow(GradientShadow):
         by_parameter = {id(p): g for p, g in zip(learning, gradients, strict=True)}
         whole = dense(parameters, [by_parameter.get(id(p)) for p in parameters])
         norm = float(torch.stack([g.norm() for g in whole]).norm())
-        return self.watcher.sample.take(whole), norm
+        return self.watcher.sample.read(whole).cpu().numpy(), norm
 
     def after(self, update: Update) -> None:
         """Takes Adam's steps for an update before which `look` has computed gradients.
@@ -143,7 +138,8 @@ class LookShadow(GradientShadow):
             return
         if self.count == 0:
             nothing = np.zeros_like(g)
-            self.begin_at([nothing, nothing], 0)
+            self.moments = [nothing, nothing]
+            self.steps = 0
         gradients = np.stack([g, *self.as_the_training_scales(g, looked)])
         self.take_step(update, gradients, np.array(True))
         if self.count == 0:
@@ -181,13 +177,13 @@ class SumShadow(GradientShadow):
     A script that accumulates small batches takes up to half as long again.
     """
 
-    def __init__(self, watcher: Watcher, texts: list[str], length: int, seed: int):
+    def __init__(self, watcher: Watcher, texts: list[str], length: int):
         texts = sorted(texts, key=is_stochastic)
         super().__init__(watcher, texts, length)
         self.trouble = ""
         if not (watcher.is_adam or watcher.is_sgd):
             self.trouble = "sums of gradients are followed of SGD, and of Adam without amsgrad"
-        self.rows = FormatRows(texts, seed)
+        self.rows = FormatRows(texts)
         tensors = len(watcher.references)
         # float32's sums, when they were read last
         self.sum = np.zeros((tensors, watcher.sample.numbers_per_tensor), np.float32)
@@ -255,8 +251,9 @@ class SumShadow(GradientShadow):
             return
         watcher = self.watcher
         names = ("exp_avg", "exp_avg_sq") if watcher.is_adam else ("momentum_buffer",)
-        moments = [watcher.sample.take(watcher.state(name)) for name in names]
-        self.begin_at(moments, float(watcher.count_steps().nan_to_num()))
+        moments = [watcher.sample.read(watcher.state(name)) for name in names]
+        self.moments = [x.cpu().numpy() for x in moments]
+        self.steps = float(watcher.count_steps().nan_to_num())
         # Of SGD: whether there is a momentum, [T, 1]
         has_buffer = [state.get("momentum_buffer") is not None for state in watcher.states()]
         self.has_buffer = np.array(has_buffer)[:, None]

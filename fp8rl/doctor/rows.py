@@ -51,7 +51,6 @@ class FormatRows:
 
     `texts`  what the rows are, as in "weights=bf16"; stochastic formats come last. None is in
              blocks (`check_formats`)
-    `seed`   seed of stochastic rounding
 
     Nothing is divided by scales. A scale is a power of two, so it only moves where a format's
     normal numbers begin.
@@ -60,7 +59,7 @@ class FormatRows:
     # A float32 has a sign, 8 bits of exponent, whose bias is 127, and 23 of mantissa.
     ONE_DOUBLING = 1 << 23
 
-    def __init__(self, texts: list[str], seed: int):
+    def __init__(self, texts: list[str]):
         def column(values: list, dtype=np.float32) -> np.ndarray:
             """A value for each of C rows, [C, 1, 1]."""
             return np.array(values, dtype).reshape(-1, 1, 1)
@@ -68,7 +67,7 @@ class FormatRows:
         forms = [PlaceFormat.of(split_entry(text)[1]) for text in texts]
         self.forms = forms
         self.nearest = sum(not form.stochastic for form in forms)  # rows that are not stochastic
-        self.random = np.random.default_rng(seed)
+        self.random = np.random.default_rng(0)
         # The distance of neighbouring numbers, as a share of the power of two below them.
         self.spacing = column([2.0**-form.format.mantissa for form in forms])
         # The largest number. With a scale there is no limit, because the scale makes all fit.
@@ -140,6 +139,16 @@ class FormatRows:
         step *= self.spacing
         return step
 
+    def mean_noise(
+        self, x: np.ndarray, largest: np.ndarray, moved: np.ndarray, emphasis: np.ndarray
+    ) -> np.ndarray:
+        """The mean of (d' - d)^2 over each tensor that stochastic rounding has on average, [C, T],
+        for steps d (`moved`) of the numbers `x`.
+
+        Few numbers may show it: a step d of numbers that lie s apart is s with probability d / s.
+        """
+        return (self.steps(x, largest) * np.abs(moved) * emphasis).mean(2, dtype=np.float64)
+
 
 class RowShadow(Shadow):
     """An optimizer whose weights or moments are in few bits: a row of numbers for each format.
@@ -147,22 +156,20 @@ class RowShadow(Shadow):
     `watcher`  the optimizer; if it is not Adam, only rows of weights are followed
     `texts`    places and formats, as in "weights=bf16"
     `length`   updates in a window
-    `seed`     seed of stochastic rounding
 
     `kept`, float32 [C, T, P], has a row for each of C formats. A row has P weights, moments or
     roots of each of T tensors, as they are kept after the last update that was replayed. The first
     two rows are float32's m and v, which are not measured. `kind` [C] says which place a row keeps,
     by its index in STATE.
-
     """
 
-    def __init__(self, watcher: Watcher, texts: list[str], length: int, seed: int):
+    def __init__(self, watcher: Watcher, texts: list[str], length: int):
         kinds = {text: STATE.index(split_entry(text)[0]) for text in texts}
         texts = [text for text in texts if watcher.is_adam or not kinds[text]]
         texts.sort(key=lambda text: (is_stochastic(text), kinds[text]))
         super().__init__(watcher, texts, length)
         rows = ["m=fp32", "v=fp32", *texts]
-        self.rows = FormatRows(rows, seed)
+        self.rows = FormatRows(rows)
         self.kind = np.array([STATE.index(split_entry(text)[0]) for text in rows])
         self.rows_of_kind = [np.flatnonzero(self.kind == kind) for kind in range(len(STATE))]
         self.keeps_weights = (self.kind == 0).reshape(-1, 1, 1)
@@ -179,7 +186,7 @@ class RowShadow(Shadow):
             return
         watcher = self.watcher
         tensors = watcher.parameters, watcher.state("exp_avg"), watcher.state("exp_avg_sq")
-        weights, m, v = (watcher.sample.take(x) for x in tensors)
+        weights, m, v = (watcher.sample.read(x).cpu().numpy() for x in tensors)
         self.steps = float(watcher.count_steps().nan_to_num())
         # float32's weights and moments after the last update that was replayed, [K T, P]
         self.last = np.concatenate((weights, m, v) if watcher.is_adam else (weights,))
@@ -319,11 +326,9 @@ class RowShadow(Shadow):
         kept = np.where(self.keeps_weights, moved, self.kept)
         exact = np.stack((self.true, m, v, v))[self.kind]
         lost = (kept == 0) & (exact != 0)
-        # Weights that are rounded stochastically have at least this noise on average, although
-        # few numbers may show it: a step d of numbers that lie s apart is s with probability d / s.
-        spacing = self.rows.steps(self.kept, self.largest)
-        expected = spacing * np.abs(true) * self.watcher.sample.emphasis
-        expected = expected.mean(2, dtype=np.float64) * self.is_stochastic_weight
+        emphasis = self.watcher.sample.emphasis
+        expected = self.rows.mean_noise(self.kept, self.largest, true, emphasis)
+        expected *= self.is_stochastic_weight
         self.ruler.add(moved[2:], true[2:], lost[2:], expected[2:])
 
 
@@ -385,7 +390,7 @@ class AverageShadow(Shadow):
         self.device = tensors[0].device
         self.sample = Sample(tensors, size, 0)
         texts = sorted(texts, key=is_stochastic)
-        self.rows = FormatRows(texts, 0)
+        self.rows = FormatRows(texts)
         self.ruler = Ruler(self.sample, texts, tensor_names, steps=length, parts=4)
         self.x: np.ndarray | None = None  # float32's average, when it was read last
         self.rates: list[float] = []  # of each clear move towards the sources
@@ -444,10 +449,8 @@ class AverageShadow(Shadow):
         pull = x - (1 - rate) * before - rate * old
         self.kept = self.rows.round(old + pull, self.largest)
         self.true += pull
-        # The noise that stochastic rounding has on average, although few numbers may show it
-        spacing = self.rows.steps(old + pull, self.largest)
         emphasis = self.sample.emphasis
-        expected = (spacing * np.abs(pull) * emphasis).mean(2, dtype=np.float64)
+        expected = self.rows.mean_noise(old + pull, self.largest, pull, emphasis)
         step = WindowSums.of(self.kept - old, pull, self.kept == old, emphasis, expected)
         self.steps.append(step.at(slice(self.rows.nearest, None)))
         if len(self.steps) == self.length:
@@ -503,21 +506,19 @@ class AverageSearch(Shadow):
     def __init__(self, watcher: Watcher, optimizers: Iterable, length: int):
         super().__init__(watcher, [], length)
         self.optimizers = optimizers
-        self.steps = 0
         self.next = 32  # the step of the next search
         self.known: set[int] = set()  # identities of tensors of modules that may be averages
         self.trouble = ""
 
     def before(self) -> None:
-        self.steps += 1
-        if self.steps != self.next or self.trouble:
+        if self.watcher.updates + 1 != self.next or self.trouble:
             return
         self.next *= 8
         try:
             self.search()
         except Exception as error:
             self.trouble = (
-                f"the search for running averages failed after {self.steps - 1} steps "
+                f"the search for running averages failed after {self.watcher.updates} steps "
                 f"({type(error).__name__}: {first_line(error)})"
             )
 

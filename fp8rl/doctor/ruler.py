@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch._utils import _flatten_dense_tensors as flattened  # one call for all of them
 
 from ..bits.notation import split_entry
 
@@ -66,9 +65,8 @@ class Sample:
         times_whole, left = np.divmod(self.numbers_per_tensor, counts)
         repeats = times_whole + (entry % counts < left)  # [T, P]
         self.emphasis = (self.numbers_per_tensor / (counts * repeats)).astype(np.float32)
-        # So few numbers are joined to one tensor, which is read at once
-        self.is_joined = self.sizes.sum() <= 2**18
-        self.index_joined: dict[int, torch.Tensor] = {}  # by how many lists are joined
+        # Of which block each number is, [P], by the tensors that are followed in some blocks alone
+        self.blocks: dict[int, np.ndarray] = {}
 
     @torch.no_grad()
     def read(self, tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -78,16 +76,8 @@ class Sample:
         which give [K T, P].
         """
         times = len(tensors) // len(self.index)
-        if self.is_joined:
-            if times not in self.index_joined:
-                # Where each tensor begins
-                ends = np.cumsum(np.tile(self.sizes, times))
-                begins = torch.tensor([0, *ends[:-1]], device=self.index[0].device).unsqueeze(1)
-                self.index_joined[times] = (torch.stack(self.index * times) + begins).flatten()
-            index = self.index_joined[times]
-            return flattened(tensors).index_select(0, index).view(len(tensors), -1)
         pairs = zip(tensors, self.index * times, strict=True)
-        return torch.stack([x.reshape(-1)[index] for x, index in pairs])
+        return torch.stack([x.reshape(-1).index_select(0, index) for x, index in pairs])
 
     @torch.no_grad()
     def read_one(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -95,10 +85,6 @@ class Sample:
         if tensor.is_sparse:
             tensor = tensor.to_dense()
         return tensor.reshape(-1).index_select(0, self.index[number])
-
-    def take(self, tensors: list[torch.Tensor]) -> np.ndarray:
-        """The same numbers as `read` returns, as a NumPy array, float32. Waits for a GPU."""
-        return self.read(tensors).float().cpu().numpy()
 
     def mean(self, x: np.ndarray) -> np.ndarray:
         """The mean of `x` [..., T, P] over each tensor, [..., T]. Each number counts once."""
@@ -109,11 +95,16 @@ class Sample:
 
         It is the squared standard error of a random sample without replacement. It is 0 for a
         tensor that is followed whole, unless `is_noisy`: noise that each number has of its own
-        makes all numbers of a tensor a sample, too.
+        makes all numbers of a tensor a sample, too. Numbers of one block may be alike. So where a
+        tensor is followed in some blocks, these are the sample (Cochran on cluster sampling).
         """
         deviations = x - self.mean(x)[:, None]
         # Entries that repeat the only number of a tensor differ by their noise.
         squared_errors = self.mean(np.square(deviations)) / np.maximum(self.followed - 1, 1)
+        for t, blocks in self.blocks.items():
+            sums = np.bincount(blocks, deviations[t])
+            count = len(np.unique(blocks))
+            squared_errors[t] = np.square(sums).sum() / len(blocks) ** 2 * count / (count - 1)
         if is_noisy:
             return squared_errors
         return squared_errors * (1 - self.followed / self.sizes)

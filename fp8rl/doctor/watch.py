@@ -16,6 +16,7 @@ rounded, with the word `stored` or without it. A real optimizer is written as in
 
 import functools
 import json
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -78,6 +79,8 @@ class Patient:
     `watcher`  who reads it; None if it is not judged
     `reason`   why it is not judged
     `steps`    how many steps it has made
+    `began`    the time after its first step, in seconds
+    `seconds`  how long it has been watched since then
     """
 
     optimizer: weakref.ref
@@ -85,6 +88,8 @@ class Patient:
     watcher: Watcher | None = None
     reason: str = ""
     steps: int = 0
+    began: float = 0.0
+    seconds: float = 0.0
 
 
 class Doctor(Hooks):
@@ -116,6 +121,8 @@ class Doctor(Hooks):
                  numbers and each format.
     `names`      names of the optimizers in reports
     `model`      a module, or several, whose names of parameters are used in reports
+    `whole`      whether real optimizers run on whole tensors. By default they run on a sample of
+                 blocks of each tensor, if their class treats blocks by themselves.
 
     Parameters that join later, and those that are not float32, are named in a note.
 
@@ -134,9 +141,9 @@ class Doctor(Hooks):
         tolerates: tuple[float, float] = TOLERATES,
         length: int = LENGTH,
         sample: int = SAMPLE,
-        seed: int = 0,
         names: Iterable[str] = (),
         model: nn.Module | Iterable[nn.Module] = (),
+        whole: bool = False,
     ):
         super().__init__()
         self.is_of_script = not watched
@@ -149,7 +156,8 @@ class Doctor(Hooks):
         self.length = length
         self.sample = check_sample(sample)
         self.tolerates = check_tolerance(tolerates)
-        self.seed = seed
+        self.whole = whole
+        self.tell: Callable[[str], None] = lambda text: None  # what watching costs
         self.real = [read_real_optimizer(text) for text in self.formats if is_real(text)]
         self.patients: list[Patient] = []
         self.cast_probe: nn.Parameter | None = None
@@ -175,21 +183,22 @@ class Doctor(Hooks):
         """Puts a watcher beside an optimizer, with the shadows of the formats."""
         if any(type(p).__name__ == "DTensor" for p in parameters_of(optimizer)):
             raise ValueError("its parameters are sharded (DTensor)")
-        watcher = Watcher(optimizer, patient.name, modules, self.sample, self.seed)
+        watcher = Watcher(optimizer, patient.name, modules, self.sample)
         operands, state, sums = (
             [text for text in self.formats if split_entry(text)[0] in places]
             for places in (OPERANDS, STATE, SUMS)
         )
-        watcher.shadows = [
-            LookShadow(watcher, operands),
-            RowShadow(watcher, state, self.length, self.seed),
-        ]
+        watcher.shadows = [LookShadow(watcher, operands)]
+        if state:
+            watcher.shadows.append(RowShadow(watcher, state, self.length))
         if sums:
-            shadow = SumShadow(watcher, sums, self.length, self.seed)
+            shadow = SumShadow(watcher, sums, self.length)
             watcher.shadows.append(shadow)
             self.hooks += shadow.install(functools.partial(self.guarded, patient))
-        if self.real:
-            watcher.shadows.append(CopyShadow(watcher, self.real, self.length))
+        tell = functools.partial(self.tell_cost, patient)
+        watcher.shadows += [
+            CopyShadow(watcher, entry, self.length, self.whole, tell) for entry in self.real
+        ]
         if self.searches_averages:
             watcher.shadows.append(AverageSearch(watcher, self.known, self.length))
         patient.watcher = watcher
@@ -318,12 +327,29 @@ class Doctor(Hooks):
             )
 
     def before(self, optimizer, patient: Patient) -> None:
+        began = time.perf_counter()
         self.guarded(patient, lambda: patient.watcher.before_step())
+        patient.seconds += time.perf_counter() - began
 
     def after(self, optimizer, patient: Patient) -> None:
+        began = time.perf_counter()
         patient.steps += 1
         self.has_old_casts = self.has_old_casts or self.finds_old_cast()
         self.guarded(patient, lambda: patient.watcher.after_step())
+        ended = time.perf_counter()
+        patient.seconds += ended - began
+        if patient.steps == 1:
+            patient.began = ended
+            patient.seconds = 0.0
+        elif patient.steps == 9 and self.real and patient.watcher:
+            elapsed = ended - patient.began
+            factor = elapsed / (elapsed - patient.seconds)
+            self.tell_cost(patient, f"eight steps took {factor:.2f} times as long as without it")
+
+    def tell_cost(self, patient: Patient, text: str) -> None:
+        """Tells what watching an optimizer costs. A script may make hundreds of them."""
+        if patient in self.patients[:4]:
+            self.tell(f"{patient.name}: {text}")
 
     def finds_old_cast(self) -> bool:
         """Whether autocast computes with casts of weights that are older than the weights.

@@ -119,7 +119,6 @@ class Watcher:
     `name`       its name in reports
     `modules`    modules whose names of parameters are used
     `sample`     how many numbers are followed
-    `seed`       seed of the sample
 
     `shadows` (`Shadow`) take the same steps otherwise.
 
@@ -132,7 +131,6 @@ class Watcher:
         name: str,
         modules: list[nn.Module],
         sample: int,
-        seed: int,
     ):
         self.name = name
         self.reference = weakref.ref(optimizer)
@@ -173,7 +171,7 @@ class Watcher:
         self.references = [weakref.ref(p) for p in parameters]
         self.tensor_names = tensor_names(parameters, modules)
         self.device = parameters[0].device
-        self.sample = Sample(parameters, sample, seed)
+        self.sample = Sample(parameters, sample, 0)
         self.shadows: list = []
         self.updates = 0
         self.joined: dict[int, str] = {}  # parameters that joined later, by identity
