@@ -95,6 +95,7 @@ class Patient:
 class Doctor(Hooks):
     """Watches one or more optimizers from now on, and reports which formats would change training.
 
+        >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Linear(4, 1)
         >>> optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         >>> doctor = Doctor(optimizer, model=model)
@@ -210,6 +211,7 @@ class Doctor(Hooks):
 
         Call it before every update, where the update's loss is computed.
 
+            >>> _ = torch.manual_seed(0)
             >>> model = torch.nn.Linear(4, 1)
             >>> optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
             >>> doctor, x = Doctor(optimizer), torch.randn(8, 4)
