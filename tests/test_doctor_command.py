@@ -106,7 +106,8 @@ def test_watching_changes_nothing_and_reports_on_stderr(tmp_path, run, alone):
     (optimizer,) = json.loads(report.read_text())["optimizers"]
     assert optimizer["tensors"][2:4] == ["1.weight", "1.bias"] and optimizer["steps"] == 320
     assert not list(tmp_path.glob("*.tmp"))
-    code, out, err = run("watch", "--formats", "model=bf16", "--whole", path, "x.pt", "--lr", "1")
+    words = "--formats", "model=bf16", "--whole", path, tmp_path / "weights.pt", "--lr", "1"
+    code, out, err = run("watch", *words)
     costs = r"fp8rl.doctor: optimizer 0 \(Adam\): "
     assert re.search(f"{costs}model=bf16: on [0-9]+ of [0-9]+ numbers, about 0.* MB\n", err)
     assert re.search(f"{costs}eight steps took [0-9.]+ times as long as without it\n", err)
