@@ -437,6 +437,17 @@ def test_a_gap_is_compared_with_that_of_a_sound_dump(noise, verdict):
     assert ("k3 of tokens (all) is" in str(report)) == (verdict == "bug")
 
 
+def test_a_sound_dump_may_be_short_and_have_fillers():
+    learner, actor = sampled(128, 8, noise=0.02)
+    sound = {"learner_logp": learner, "actor_logp": actor.clone()}
+    sound["actor_logp"][:, -1] = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = mismatch(learner, actor, sound=sound)
+        assert report.verdict == "rounding"
+        assert mismatch(*sampled(128, 8, noise=0.06), sound=sound).kind == "precision"
+
+
 def shares(**kinds: float) -> list[Seen]:
     """Symptoms that are seen, by kind and share of the squared gap."""
     return [Seen(kind, kind, 2.0, 1.0, "", share) for kind, share in kinds.items()]

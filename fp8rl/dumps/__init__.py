@@ -171,20 +171,16 @@ class MismatchReport(NamedTuple):
         """The verdict, and lines that explain it."""
         x = self.numbers
         bits = f"arithmetic with about {max(x.bits, 0):.1f} bits of mantissa makes such a gap"
+        advice = ""
+        if not self.has_advantages:
+            advice = "; give advantages, too, to tell old weights from rounding"
         lines = {
             "exact": ["exact: both policies give the same log-probabilities"],
             "not judged": [
                 f"not judged: {x.tokens} tokens are too few to tell rounding from a bug; "
                 f"give at least {FEW_TOKENS}"
             ],
-            "rounding": [
-                f"rounding: {bits}"
-                + (
-                    ""
-                    if self.has_advantages
-                    else "; give advantages, too, to tell old weights from rounding"
-                )
-            ],
+            "rounding": [f"rounding: {bits}{advice}"],
             "rounding or bug": [
                 f"rounding or bug: {bits}",
                 "  4-bit weights, a cache of 2 bits and FP8 in many layers do this; so do old "
@@ -194,13 +190,12 @@ class MismatchReport(NamedTuple):
             ],
             "bug": [],
         }[self.verdict]
+        seen = [symptom for symptom in self.symptoms if symptom.is_seen]
         for number, kind in enumerate(self.causes):
-            seen = [symptom for symptom in self.symptoms if symptom.is_seen]
             of_kind = [symptom for symptom in seen if symptom.kind == kind]
             share = max((symptom.share for symptom in of_kind), default=0.0)
-            lines.append(
-                f"{'also' if number and share < 1 / 3 else 'bug'} ({kind}): {MEANING[kind]}"
-            )
+            word = "also" if number and share < 1 / 3 else "bug"
+            lines.append(f"{word} ({kind}): {MEANING[kind]}")
             lines += [symptom.line for symptom in of_kind]
         return lines
 
@@ -342,7 +337,7 @@ def mismatch(
     if precision is not None and precision not in BITS_LEFT:
         raise ValueError(f"precision is {precision!r}: use one of {', '.join(BITS_LEFT)}")
     if sound is not None:
-        sound = Examined(**vars(gap_of(**arrays_of(sound))))
+        sound, _ = without_fillers(Examined(**vars(gap_of(**arrays_of(sound)))))
     gap = Examined(**vars(gap_of(**arrays)), precision=precision, sound=sound)
     rest, fillers = without_fillers(gap)
     symptoms = symptoms_of(rest)

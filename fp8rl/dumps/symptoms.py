@@ -607,6 +607,8 @@ def unlike_sound(gap: Examined) -> dict | None:
     for of in ("all", "beginning", "last", "last third"):
         k3 = [x.excess - x.log_ratio for x in (gap, gap.sound)]
         tokens = [x.places[of] for x in (gap, gap.sound)]
+        if not all(places.any() for places in tokens):
+            continue  # such as the last third of short sequences
         here, there = (float(x[at].mean()) for x, at in zip(k3, tokens, strict=True))
         error = np.hypot(*(standard_error(x, at) for x, at in zip(k3, tokens, strict=True)))
         value = here / max(there, TINY**2) if here - there > CHANCE * error else 0.0
