@@ -22,6 +22,11 @@ The size of a log ratio d is compared on a scale that few noisy tokens do not ru
 where r is |d| over its mean at tokens of similar log-probability. A difference of 0.7 means twice
 as large.
 
+Some symptoms foretell the log ratio itself: from the token's log-probability, its number in the
+vocabulary, or whether the sequence had it before. What counts is the share of the squared gap that
+this explains in sequences from which nothing was taken. `symptoms_of` orders the symptoms that are
+seen by their shares.
+
 Fillers come before all others: constants that stand in a file where a program has no
 log-probability. The other symptoms are measured without these tokens.
 """
