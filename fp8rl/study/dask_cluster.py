@@ -10,6 +10,7 @@ unpickled here. So connect only to a cluster that nobody but its users can reach
 
 import collections
 import contextlib
+import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -122,6 +123,9 @@ def dask_cluster(address: str) -> Iterator[Cluster]:
         ) from error
     # It would print tracebacks of what is raised as well
     logging.getLogger("distributed.client").setLevel(logging.CRITICAL + 1)
+    # A client that reached no scheduler closes itself when it is collected. If that happens while
+    # another one starts, both wait for the same lock for ever.
+    gc.collect()
     with contextlib.ExitStack() as stack:
         try:
             client = distributed.Client(address, timeout=PATIENCE, set_as_default=False)
