@@ -16,9 +16,6 @@ from typing import get_args
 import numpy as np
 
 ENCODERS = ("mlp", "gru")
-CLIPS_BY = ("actor", "learner")
-# Fields that older config files lack, with the value that such a run used.
-EARLIER = {"clip_by": "actor"}
 SIZES = "steps num_envs rollout_length capacity slice_length batch_size"
 COUNTS = "replay_updates eval_every halved_after"
 # Names of fields, a test of their values, and what to use where it fails.
@@ -36,7 +33,6 @@ RANGES = (
     ("learning_rate max_grad_norm clip", lambda x: 0 < x < math.inf, "use a positive number"),
     ("gamma lam start_noise", lambda x: 0 <= x <= 1, "use a number from 0 to 1"),
     ("encoder", lambda x: x in ENCODERS, f"choose from {', '.join(ENCODERS)}"),
-    ("clip_by", lambda x: x in CLIPS_BY, f"choose from {', '.join(CLIPS_BY)}"),
     ("fresh_updates", lambda x: x in (0, 1), "use 0 or 1"),
 )
 
@@ -120,12 +116,9 @@ class Config:
     normalize_advantage: bool = True
     # PPO's epsilon. A step no longer counts once its probability ratio is above 1 + clip (if its
     # advantage is positive) or below 1 - clip (if its advantage is negative). None: no clip, all
-    # steps count.
+    # steps count. The ratio divides by the learner's policy when the action was taken, also where
+    # another precision or format acted; losses.py explains why.
     clip: float | None = 0.2
-    # The policy in the denominator of the clip's ratio: the learner's policy when the action was
-    # taken (learner), or the policy that acted (actor). It matters only where the acting policy has
-    # another precision or format than the learner's; losses.py explains why.
-    clip_by: str = "learner"
     # Divide rewards by the root mean square of their discounted sums, so that the critic's targets
     # are of order 1.
     scale_rewards: bool = True
@@ -229,15 +222,6 @@ class Config:
         for name in values.keys() - cls.__dataclass_fields__.keys():
             raise ValueError(f"config has the field {name!r}, which does not exist: leave it out")
         return cls(**values)
-
-    @classmethod
-    def of_file(cls, values: dict) -> "Config":
-        """Like `of`, for a config that was read from a file.
-
-        A field that an older file lacks gets the value that its run used, which may differ from
-        today's default (EARLIER).
-        """
-        return cls.of({**EARLIER, **values} if isinstance(values, dict) else values)
 
     @property
     def acting_precision(self) -> str:

@@ -121,7 +121,7 @@ def test_a_plan_says_of_what_a_run_is_made():
         ({"env_id": "CartPole-v1"}, {}, 1, {"task": CartPole, "acts_by_kernel": True}),
         ({"env_id": "CartPole-v1"}, {"vectorization": "async"}, 1, unrolled | gymnasium),
         (acting, {}, 1, clips),
-        (acting | {"clip_by": "actor"}, {}, 1, {"clips_by_learner": False}),
+        (acting | {"clip": None}, {}, 1, {"clips_by_learner": False}),
         ({}, {}, 2, {"num_envs": 8, "slices": 8, "uses_graph": False}),
         ({}, {"memmap": "ring"}, 1, {"ring_rows": 1_250}),
     ):
@@ -149,14 +149,14 @@ def test_a_plan_foresees_the_bytes_of_the_ring(fields):
 
 
 def test_a_ring_in_a_folder_trains_the_same_agent(tmp_path):
-    config = Config(**SHORT, collect_precision="fp8", clip_by="learner")
+    config = Config(**SHORT, collect_precision="fp8")
     machine = Machine(memmap=tmp_path / "ring")
     run = trained(build(config, machine))
     assert_same(run, trained(config))
     stored = MappedRing.open(tmp_path / "ring")
     assert torch.equal(stored.fields["proximal_logp"], run.ring.fields["proximal_logp"])
     stored.close()
-    other = dataclasses.replace(config, clip_by="actor")
+    other = dataclasses.replace(config, clip=None)
     refused("memmap is .*, whose ring has proximal True", build, other, machine)
 
 
@@ -165,7 +165,7 @@ def test_a_ring_in_a_folder_trains_the_same_agent(tmp_path):
     [
         {"precision": "fp16"},
         {"precision": "fp8", "collect_precision": "fp32", "encoder": "gru", "hide_velocity": True},
-        {"collect_precision": "fp8", "clip": 0.01, "clip_by": "learner"},
+        {"collect_precision": "fp8", "clip": 0.01},
         {"codec": "int8", "capacity": 1_000, "extra_features": 2},  # the ring wraps around
     ],
     ids=str,

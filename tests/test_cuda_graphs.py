@@ -84,7 +84,7 @@ class Watched(Unrecorded):
         {"precision": "fp16", "encoder": "gru"},
         {"precision": "fp8"},
         {"precision": "bf16", "env_id": "fp8rl/Lqr-v0"},
-        {"collect_precision": "bf16", "clip_by": "learner"},
+        {"collect_precision": "bf16"},
         {"formats": "weights=e4m3:stochastic v=e4m3:stochastic targets=bf16:stochastic"},
     ],
     ids=str,
@@ -232,7 +232,7 @@ def test_a_graph_belongs_to_its_run_alone(graphed, monkeypatch):
         {},
         {"replay_updates": 0},
         {"encoder": "gru"},
-        {"collect_precision": "fp8", "clip_by": "learner"},
+        {"collect_precision": "fp8"},
     ],
     ids=str,
 )
@@ -255,7 +255,7 @@ def test_a_graph_trains_as_eager_launches_do(precision, fields):
         {},
         {"env_id": "Pendulum-v1"},
         {"formats": "weights=e4m3:stochastic v=e5m2"},
-        {"collect_precision": "bf16", "clip_by": "learner"},
+        {"collect_precision": "bf16"},
     ],
     ids=str,
 )

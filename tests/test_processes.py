@@ -221,9 +221,7 @@ def test_a_checkpoint_continues_with_another_number_of_ranks(two, folder):
 
 def test_the_parts_of_a_state_make_up_the_whole():
     shape = {"num_envs": 12, "rollout_length": 16, "slice_length": 16, "steps": 4 * 192}
-    config = small(
-        collect_precision="bf16", clip_by="learner", eval_every=0, eval_episodes=1, **shape
-    )
+    config = small(collect_precision="bf16", eval_every=0, eval_episodes=1, **shape)
     whole = after(2, build(config)).state_dict()
     whole["ring"]["clipped"] += 5  # as if a codec had
     for size in (2, 3):

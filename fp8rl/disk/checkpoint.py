@@ -97,7 +97,7 @@ def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config | l
     try:
         found, state = content["config"], content["run"]
         fields = found if isinstance(found, list) else [found]
-        configs = [Config.of_file({**each, **changes}) for each in fields]
+        configs = [Config.of({**each, **changes}) for each in fields]
     except ValueError as error:
         raise ValueError(f"checkpoint {path}: {error}") from error
     except (KeyError, TypeError) as error:

@@ -100,7 +100,7 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Pla
     sizes = sizes_of(config, task)
     shapes = shapes_of(config, sizes.features, sizes.num_actions)
     learner, actor = matmuls_of(config)
-    proximal = clips_by_learner(config, learner, actor)
+    proximal = clips_by_learner(config)
     roundings_of_network(learner, shapes)
     roundings_of_network(actor, shapes, "collect_precision")
 

@@ -27,7 +27,7 @@ from ..env import TensorEnv
 from ..evaluate import START_NOISE, Evaluator, evaluate
 from ..history import History, columns_of
 from ..losses import LossCoefficients, Targets, vtrace
-from ..machine.matmul_rounding import clips_by_learner, matmuls_of
+from ..machine.matmul_rounding import clips_by_learner
 from ..model import make_network
 from ..replay.ring import ReplayBuffer
 from ..returns import EpisodeReturns, RewardScale
@@ -278,7 +278,7 @@ class Population(Run):
         collector = Collector(env, model, scales, common.rollout_length, seeds)
         action_size = env.num_actions if env.distribution is Gaussian else 0
         ring_settings = (common.rows, env.num_envs, env.bounds, common.codec, device, action_size)
-        clips_apart = [clips_by_learner(config, *matmuls_of(config)) for config in configs]
+        clips_apart = [clips_by_learner(config) for config in configs]
         self.clips_apart = torch.tensor(clips_apart, device=device).unsqueeze(1)  # [S, 1]
         ring = PopulationRing(places, *ring_settings, proximal=any(clips_apart))
         evaluator = PopulationEvaluator(common.eval_episodes, scales.exact, make_envs)

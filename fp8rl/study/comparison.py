@@ -154,7 +154,7 @@ class Journal:
         history.failure = failure
         if not rows or not isinstance(arm, str):
             raise ValueError("it has no name, or no evaluation")
-        self.histories[Config.of_file(config)] = history
+        self.histories[Config.of(config)] = history
 
 
 def summarize(
