@@ -353,7 +353,8 @@ class Run:
     def improve(self, rollout: Rollout) -> list[Updated]:
         """Learns from a new rollout and from slices of the ring. Returns what each update measured.
 
-        A subclass may have another schedule, such as several epochs over the new rollout.
+        For another schedule, such as several epochs over the new rollout, set this attribute to a
+        function. If it reads numbers on the host, a run on a GPU needs Machine(graph=False).
         """
         updates = []
         for update in range(self.config.updates):
@@ -368,7 +369,7 @@ class Run:
         """Slices from the ring, for an update of this iteration.
 
         The random numbers depend on the seed and on the number of the update in the run, so every
-        update draws other slices. If a subclass samples more often than `config.updates` in an
+        update draws other slices. If a schedule samples more often than `config.updates` in an
         iteration, this number would be that of an update in the next iteration. So the additional
         updates have another seed.
         """

@@ -209,19 +209,13 @@ def test_rows_that_wait_share_their_time_and_are_those_of_launches_one_by_one(gr
     assert (np.diff(run.history.column("seconds")) > 0).all()
 
 
-class Own(Run):
-    """A subclass, whose schedule may be decided by Python."""
-
-
-def test_a_graph_belongs_to_its_run_alone(graphed, monkeypatch):
+def test_a_graph_belongs_to_its_run_alone(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "stream_on", lambda device: SimpleNamespace(device=device))
     run = build(small())
     run.launch = cuda_graphs.GraphQueue(torch.device("cpu"))
     run.launch.held = cuda_graphs.Held(run)
     copied = copy.deepcopy(run)
     assert copied.launch is not run.launch and copied.launch.held is None
-    graphed(Unrecorded)
-    assert not has_graph(build(small(), kind=Own))
 
 
 @pytest.mark.cuda
