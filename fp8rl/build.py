@@ -120,15 +120,10 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None) ->
     collector = Collector(env, actor, acting, config.rollout_length, seed, in_use=in_use)
     # The first observations. In a resumed run, its state replaces these statistics.
     model.add_observations(env.obs, all_reduce)
-    if rank == 0:
-        evaluated = None
-        if evaluating.device != learning.device:
-            evaluated = copy.deepcopy(model).to(evaluating.device)
-        evaluator = Evaluator(
-            config.eval_episodes, evaluating, make_evaluation_env, evaluated, in_use
-        )
-    else:
-        evaluator = processes.NoEvaluator()
+    evaluated = None
+    if evaluating.device != learning.device:
+        evaluated = copy.deepcopy(model).to(evaluating.device)
+    evaluator = Evaluator(config.eval_episodes, evaluating, make_evaluation_env, evaluated, in_use)
     ring_settings = (ring_plan.rows, ring_plan.num_envs, env.bounds, ring_plan.codec)
     ring_options = (ring_plan.action_size, ring_plan.proximal)
     if machine.memmap is None:

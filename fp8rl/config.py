@@ -281,13 +281,9 @@ class Config:
 
         It follows the last iteration, and each iteration that crosses a multiple of `eval_every`.
         """
-        if iteration + 1 == self.iterations:
-            return True
-        if self.eval_every == 0:
-            return False
-        steps_before = iteration * self.steps_per_iteration
-        steps_after = steps_before + self.steps_per_iteration
-        return steps_before // self.eval_every < steps_after // self.eval_every
+        steps = (iteration + 1) * self.steps_per_iteration
+        crosses = self.eval_every > 0 and steps % self.eval_every < self.steps_per_iteration
+        return crosses or iteration + 1 == self.iterations
 
     @classmethod
     def published(cls, **changes) -> "Config":

@@ -161,13 +161,12 @@ def test_two_ranks_train_one_agent(name, two):
     config = RUNS[name]
     assert torch.equal(first, second) and first.isfinite().all()
     assert not torch.equal(first, weights(build(config)))
-    own = {"ess", "min_logp", "min_ratio", "max_ratio", "eval_return"}  # of a rank's part
+    own = {"ess", "min_logp", "min_ratio", "max_ratio"}  # of a rank's part
     for column in columns.keys() - own:
         np.testing.assert_array_equal(columns[column], others[column], column)
     assert columns["steps"].tolist() == [512, 1024, 1536, 2048]
     assert np.isfinite(columns["loss"]).all() and columns["nonfinite"].sum() == 0
-    # Rank 0 evaluates
-    assert np.isfinite(columns["eval_return"][-1]) and np.isnan(others["eval_return"]).all()
+    assert np.isfinite(columns["eval_return"][-1])
 
 
 @together

@@ -12,7 +12,6 @@ do nothing.
 """
 
 import atexit
-import math
 import os
 import signal
 from collections.abc import Callable
@@ -144,10 +143,3 @@ def _map_state(state: dict, join: Callable, sum_clipped: Callable) -> dict:
         return {name: map_tensor(name, x) for name, x in part.items()}
 
     return {name: map_part(part) if name in JOINED else part for name, part in state.items()}
-
-
-class NoEvaluator:
-    """Takes the place of the Evaluator on other ranks than 0. Only rank 0 evaluates."""
-
-    def evaluate(self, learned: torch.nn.Module) -> float:
-        return math.nan
