@@ -201,17 +201,16 @@ class Learner:
 
 
 class Measurements(NamedTuple):
-    """The numbers that an iteration measures, in one tensor on the learner's device.
+    """The numbers that an iteration measures: tensors or, once the host has read them, arrays.
 
-    `updates`  number of updates
-    `numbers`  float64, the statistics of one update after the other (OF_UPDATE), then the numbers
-               that are measured once in an iteration
-    `extremes` the `rollout.extremes` of the iteration's rollout, on the collector's device
+    `updates`   statistics of each update in the order of OF_UPDATE, float64 [updates, n]
+    `once`      numbers that are measured once in an iteration, float64
+    `extremes`  the `rollout.extremes` of the iteration's rollout
     """
 
-    updates: int
-    numbers: torch.Tensor
-    extremes: torch.Tensor
+    updates: torch.Tensor | np.ndarray
+    once: torch.Tensor | np.ndarray
+    extremes: torch.Tensor | np.ndarray
 
 
 class Immediate:
@@ -224,8 +223,8 @@ class Immediate:
     unread = 0  # number of iterations that were launched and whose measurements were not read yet
 
     def __init__(self):
-        # Iterations whose gradients were not checked yet, each with its number of updates.
-        self.unchecked: list[tuple[int, int]] = []
+        # Iterations that were read and not checked yet.
+        self.unchecked: list[tuple[int, Measurements]] = []
 
     def run_iteration(self, run: "Run", row: dict) -> None:
         """Runs an iteration and adds its `row` to the history.
@@ -233,18 +232,19 @@ class Immediate:
         The row comes with the numbers that are known beforehand.
         """
         began = time.perf_counter()
-        measurements = run.iteration()
-        numbers = measurements.numbers.cpu().numpy()
-        run.record(row, measurements, numbers, time.perf_counter() - began)
-        self.unchecked.append((row["iteration"], measurements.updates))
+        measurements = Measurements(*(x.cpu().numpy() for x in run.iteration()))
+        run.record(row, measurements, time.perf_counter() - began)
+        self.unchecked.append((row["iteration"], measurements))
 
     def finish(self, run: "Run") -> None:
         """Reads all iterations that were launched."""
 
     def check(self, run: "Run") -> None:
-        """Raises FloatingPointError if the run no longer learns anything (`Run.check_learning`)."""
+        """Raises the errors of `iterate`, for the iterations that were read since the last call."""
         while self.unchecked:
-            run.check_learning(*self.unchecked.pop(0))
+            iteration, measurements = self.unchecked.pop(0)
+            run.check_rollout(measurements.extremes)
+            run.check_learning(iteration, len(measurements.updates))
 
 
 class Run:
@@ -386,11 +386,11 @@ class Run:
         updates: list[Updated],
         rollout_extremes: torch.Tensor,
     ) -> Measurements:
-        """Gathers the measurements of an iteration in one tensor, so that the host waits for a GPU
-        only once."""
-        numbers = [statistics_of_updates(updates), *self.measure_once(rollout)]
-        numbers = torch.cat([x.to(self.learner.device).double().flatten() for x in numbers])
-        return Measurements(len(updates), numbers, rollout_extremes)
+        """Gathers the measurements of an iteration in few tensors, because a GPU takes a while to
+        give each to the host."""
+        once = [x.to(self.learner.device).double() for x in self.measure_once(rollout)]
+        statistics = statistics_of_updates(updates).double()
+        return Measurements(statistics, torch.stack(once), rollout_extremes)
 
     def measure_once(self, rollout: Rollout) -> list[torch.Tensor]:
         """The numbers that are measured once in an iteration.
@@ -404,33 +404,22 @@ class Run:
             numbers.append((rollout.action.abs() > 1).float().mean())
         return numbers
 
-    def record(
-        self, row: dict, measurements: Measurements, numbers: np.ndarray, seconds: float
-    ) -> None:
-        """Adds an iteration's `row` to the history, with its measurements.
+    def record(self, row: dict, measurements: Measurements, seconds: float) -> None:
+        """Adds an iteration's `row` to the history, with its measurements, which are arrays here.
 
-        `numbers` are the numbers of the measurements, copied to the host. `seconds` is how long
-        this iteration took.
+        `seconds` is how long this iteration took.
         """
-        row = row | self.totals(row["iteration"], measurements, numbers)
+        row = row | self.totals(row["iteration"], measurements)
         row["seconds"] = seconds
         if len(self.recorded):
             row["seconds"] += self.recorded.last["seconds"]
         self.recorded.add(row)
 
-    def totals(self, iteration: int, measurements: Measurements, numbers: np.ndarray) -> dict:
+    def totals(self, iteration: int, measurements: Measurements) -> dict:
         """An iteration's row of the history: statistics of its updates, and the mean return of the
-        episodes that ended, over all processes that train together.
-
-        `numbers` are the numbers of the measurements, copied to the host, [n]. Each may be an
-        array.
-        """
-        size = len(OF_UPDATE)
-        updates = [
-            dict(zip(OF_UPDATE, numbers[i * size :], strict=False))
-            for i in range(measurements.updates)
-        ]
-        returns, episodes, clipped, *outside = numbers[measurements.updates * size :]
+        episodes that ended, over all processes that train together."""
+        updates = [dict(zip(OF_UPDATE, x, strict=True)) for x in measurements.updates]
+        returns, episodes, clipped, *outside = measurements.once
         summary = summarize(updates)
         added = (*LOSS_TERMS, *ROW_MEANS)  # over processes
         parts = np.stack([returns, episodes, clipped, *(summary[name] for name in added)])

@@ -216,7 +216,7 @@ def write_while_training(
         # If the environment fails, the agent is saved as it was before. With a graph it may have
         # learned from the failed rollout already.
         is_intact = kind is EnvironmentFailed or (
-            kind is ValueError and isinstance(run.launch, Immediate)
+            kind is ValueError and type(run.launch) is Immediate
         )
         if is_intact and len(run.history) and size == 1:
             checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)

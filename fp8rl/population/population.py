@@ -32,7 +32,7 @@ from ..model import make_network
 from ..replay.ring import ReplayBuffer
 from ..returns import EpisodeReturns, RewardScale
 from ..rollout import Collector, Rollout
-from ..train import Learner, Run
+from ..train import Learner, Measurements, Run
 from .networks import Agents, runs_of_equal
 from .optimizer import Adam, Scales
 
@@ -314,11 +314,11 @@ class Population(Run):
             numbers.append((rollout.action.abs() > 1).float().mean((0, 2, 3)))
         return numbers
 
-    def record(self, row: dict, measurements, numbers: np.ndarray, seconds: float) -> None:
+    def record(self, row: dict, measurements: Measurements, seconds: float) -> None:
         learning_rate = row["learning_rate"]
         if isinstance(learning_rate, torch.Tensor):
             row = row | {"learning_rate": learning_rate.squeeze(1).numpy()}
-        super().record(row, measurements, numbers.reshape(-1, self.agents), seconds)
+        super().record(row, measurements, seconds)
 
     def evaluate(self) -> np.ndarray:
         """Mean greedy returns, float64 [S].
