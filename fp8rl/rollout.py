@@ -94,22 +94,16 @@ def require_dummy_rows(flags: torch.Tensor, last: torch.Tensor | int = 0) -> Non
 
 
 def extremes(rollout: Rollout, agents: int = 1) -> torch.Tensor:
-    """The extremes of the numbers of each agent's part of a rollout, float32 [agents, 5].
+    """The extremes of the numbers of each agent's part of a rollout, [agents, 3].
 
-    They are the smallest and largest number of the observations, the smallest and largest reward,
-    and 1 if an action is NaN, otherwise 0. An extreme is NaN if one of its numbers is NaN.
+    They are the largest magnitudes of the observations, rewards and actions. An extreme is NaN if
+    one of its numbers is NaN.
     """
-
-    def of_agents(x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(1, (agents, -1)).transpose(0, 1).reshape(agents, -1)
-
-    lowest_obs, highest_obs = of_agents(rollout.obs).aminmax(dim=1)
-    lowest_reward, highest_reward = of_agents(rollout.reward).aminmax(dim=1)
-    nan_action = torch.zeros_like(lowest_obs)
-    if rollout.action.is_floating_point():
-        nan_action = of_agents(rollout.action).isnan().any(1).float()
-    numbers = (lowest_obs, highest_obs, lowest_reward, highest_reward, nan_action)
-    return torch.stack(numbers, dim=1)
+    largest = []
+    for x in (rollout.obs, rollout.reward, rollout.action):
+        of_agents = x.unflatten(1, (agents, -1)).transpose(0, 1).reshape(agents, -1)
+        largest.append(of_agents.abs().amax(1))
+    return torch.stack(largest, dim=1)
 
 
 def check_extremes(numbers: list[float]) -> None:
@@ -118,22 +112,21 @@ def check_extremes(numbers: list[float]) -> None:
     `numbers` are its `extremes`. Such a rollout has an action that is NaN, or an observation or
     reward that is not finite or larger than `LARGEST_ALLOWED`.
     """
-    lowest_obs, highest_obs, lowest_reward, highest_reward, nan_action = numbers
-    ranges = {"obs": (lowest_obs, highest_obs), "reward": (lowest_reward, highest_reward)}
-    for name, (low, high) in ranges.items():
-        if not (math.isfinite(low) and math.isfinite(high)):
+    *largest_numbers, largest_action = numbers
+    for (name, (bound, wrapper)), largest in zip(
+        LARGEST_ALLOWED.items(), largest_numbers, strict=True
+    ):
+        if not math.isfinite(largest):
             raise ValueError(
                 f"{name} from the environment is not finite: "
                 "fix the environment, nothing can be learned from it"
             )
-        bound, wrapper = LARGEST_ALLOWED[name]
-        largest = max(-low, high)
         if largest > bound:
             raise ValueError(
                 f"{name} from the environment reaches {largest:.0e}, over {bound:.0e}, too large "
                 f"to compute with: register it wrapped in gymnasium.wrappers.{wrapper}"
             )
-    if nan_action:
+    if math.isnan(largest_action):
         raise ValueError(
             "action is not a number, because the policy's weights are not: lower learning_rate"
         )

@@ -339,7 +339,7 @@ class Run:
         return rollout
 
     def check_rollout(self, rollout_extremes: np.ndarray) -> None:
-        """Stops at a rollout that nothing can be learned from. The extremes are [agents, 5]."""
+        """Stops at a rollout that nothing can be learned from. The extremes are [agents, 3]."""
         for agent, of_agent in enumerate(rollout_extremes.tolist()):
             try:
                 check_extremes(of_agent)
