@@ -135,7 +135,7 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None) ->
     one_kernel = functools.partial(as_population, precision=acting.name)
     put_kernels_into(run, one_kernel if has_acting_kernel else None)
     if state:
-        restore(run, processes.part_of(state), new_episodes=task is None)
+        restore(run, processes.state_of_rank(state), new_episodes=task is None)
     if uses_graph:
         run.launch = GraphQueue(learning.device)
     return run
