@@ -167,6 +167,7 @@ def inference(env):
 def unroll(model, env, noise, starts, state):
     """The loop over time: in each step the policy acts and the environments step.
 
+    `model`   the network that acts
     `noise`   noise of the actions, [T, N, numbers per action]
     `starts`  random starts of the environments (`TensorEnv.draw`)
     `state`   state of a recurrent policy, or None
@@ -174,38 +175,40 @@ def unroll(model, env, noise, starts, state):
     Returns a tuple of five tensors, and the policy's state at the end. The tensors are obs, action,
     reward and flags as in Rollout, and the policy's outputs [T, N, A or 2 A].
     """
-    obs = [env.obs]
-    outputs = []
-    actions = []
-    rewards = []
-    ends = []
-    resets_first = env.done  # the first step resets where the last rollout ended an episode
-    sample = sampler_of(env)
-    for step_noise, start in zip(noise.unbind(), starts, strict=True):
-        output, state = model.policy(env.obs, state)
-        action = sample(output, step_noise)
-        if state is not None:
-            # Where this step resets, a new episode begins, in which the policy's state is 0.
-            state = torch.where(env.done.unsqueeze(-1), 0, state)
-        next_obs, reward, terminated, truncated = env.step(action, start)
-        outputs.append(output)
-        actions.append(action)
-        obs.append(next_obs)
-        rewards.append(reward)
-        ends.append(terminated)
-        ends.append(truncated)
-    ends = torch.stack(ends).view(len(noise), 2, -1).byte()  # [T, 2, N]: terminated, truncated
-    flags = TERMINATED * ends[:, 0] + TRUNCATED * ends[:, 1]
-    resets = torch.cat((resets_first.unsqueeze(0), flags[:-1] != 0))
-    flags += DUMMY * resets.byte()
-    actions = env.distribution.actions(torch.stack(actions))
-    return (
-        torch.stack(obs),
-        actions,
-        torch.stack(rewards),
-        flags,
-        torch.stack(outputs),
-    ), state
+    with inference(env):
+        obs = [env.obs]
+        outputs = []
+        actions = []
+        rewards = []
+        ends = []
+        resets_first = env.done  # the first step resets where the last rollout ended an episode
+        sample = sampler_of(env)
+        policy = model.acting().policy
+        for step_noise, start in zip(noise.unbind(), starts, strict=True):
+            output, state = policy(env.obs, state)
+            action = sample(output, step_noise)
+            if state is not None:
+                # Where this step resets, a new episode begins, in which the policy's state is 0.
+                state = torch.where(env.done.unsqueeze(-1), 0, state)
+            next_obs, reward, terminated, truncated = env.step(action, start)
+            outputs.append(output)
+            actions.append(action)
+            obs.append(next_obs)
+            rewards.append(reward)
+            ends.append(terminated)
+            ends.append(truncated)
+        ends = torch.stack(ends).view(len(noise), 2, -1).byte()  # [T, 2, N]: terminated, truncated
+        flags = TERMINATED * ends[:, 0] + TRUNCATED * ends[:, 1]
+        resets = torch.cat((resets_first.unsqueeze(0), flags[:-1] != 0))
+        flags += DUMMY * resets.byte()
+        actions = env.distribution.actions(torch.stack(actions))
+        return (
+            torch.stack(obs),
+            actions,
+            torch.stack(rewards),
+            flags,
+            torch.stack(outputs),
+        ), state
 
 
 class Collector:
@@ -274,12 +277,9 @@ class Collector:
         starts = self.env.draw(self.length)
         self.rollouts += 1
         state_before = self.state
-        unrolls = self.loop is unroll
-        mode = inference(self.env) if unrolls else contextlib.nullcontext()
         # One region for the whole loop, so that autocast casts the weights only once.
-        with mode, self.precision.autocast():
-            policy = self.model.acting() if unrolls else self.model
-            results, state = self.loop(policy, self.env, noise, starts, state_before)
+        with self.precision.autocast():
+            results, state = self.loop(self.model, self.env, noise, starts, state_before)
         obs, action, reward, flags, outputs = map(_usable, results)
         self.state = _usable(state)
         if state is not None:

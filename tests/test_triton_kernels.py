@@ -141,7 +141,7 @@ def assert_quantizes_alike(x: torch.Tensor, dtype: torch.dtype) -> None:
     """Scale and bytes, in each layout."""
     expected = fp8.quantize(x, dtype)
     for wanted in ((True, True), (True, False), (False, True)):
-        by_row, by_column = found = triton_quantize.quantize(x, dtype, *wanted)
+        by_row, by_column = found = triton_quantize.in_layouts(x, dtype, *wanted)
         assert tuple(each is not None for each in found) == wanted
         for each in filter(None, found):
             assert each.data.dtype == dtype and torch.equal(each.scale, expected.scale)
@@ -185,7 +185,7 @@ def test_zeros_matrices_of_any_strides_and_what_is_not_finite(dtype):
     for bad in (torch.nan, torch.inf, -torch.inf):
         x[33, 7] = bad
         assert_quantizes_alike(x, dtype)
-        found = triton_quantize.quantize(x, dtype)[0].dequantize()
+        found = triton_quantize.in_layouts(x, dtype)[0].dequantize()
         assert found.isnan().nonzero().tolist() == [[33, 7]]
 
 

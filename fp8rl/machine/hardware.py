@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 import threading
-import time
+import timeit
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,16 +21,6 @@ from torch import nn
 from .. import fp8
 from ..precision import PRECISIONS, Precision
 from .cgroups import room_in_cgroups
-
-
-def arithmetic(device: torch.device | str) -> str:
-    """How FP8 matmuls run on a device: in "hardware" or "emulated".
-
-    In hardware they run on FP8 tensor cores. Emulated, they run in float32 on the same float8
-    numbers, and are summed more exactly (docs/precisions.md).
-    """
-    return "hardware" if fp8.has_kernel(device) else "emulated"
-
 
 threads_lock = threading.Lock()
 
@@ -65,14 +55,16 @@ def one_core():
 def is_emulated(name: str, device="cpu") -> bool:
     """Whether a device emulates a precision, which is slow: it multiplies numbers in another type.
 
-    A CPU does not report whether it emulates, and libraries differ in what they use. So 16-bit
-    products are timed once on a CPU, on one thread. Emulated products take about fifty times as
-    long as float32's. Native products take at most three times as long for such a small matrix.
+    Emulated FP8 matmuls run in float32 on the same float8 numbers, and are summed more exactly
+    (docs/precisions.md). A CPU does not report whether it emulates, and libraries differ in what
+    they use. So 16-bit products are timed once on a CPU, on one thread. Emulated products take
+    about fifty times as long as float32's. Native products take at most three times as long for
+    such a small matrix.
     """
     device = torch.device(device)
     rules = PRECISIONS[name]
     if rules.forward:
-        return arithmetic(device) == "emulated"
+        return not fp8.has_kernel(device)
     if not rules.autocast or device.type != "cpu":
         return (
             name == "bf16"
@@ -83,12 +75,7 @@ def is_emulated(name: str, device="cpu") -> bool:
     def shortest(dtype: torch.dtype) -> float:
         a = torch.ones(256, 64, dtype=dtype)
         b = torch.ones(64, 64, dtype=dtype)
-        times = []
-        for _ in range(20):
-            began = time.perf_counter()
-            torch.mm(a, b)
-            times.append(time.perf_counter() - began)
-        return min(times)
+        return min(timeit.repeat(lambda: torch.mm(a, b), number=1, repeat=20))
 
     with one_core():  # on several, waits for a busy one would be timed, too
         return shortest(rules.autocast) > 10 * shortest(torch.float32)
@@ -148,16 +135,15 @@ def describe(precision: Precision, model: nn.Module) -> str:
     It says whether the precision is emulated and, for FP8, which layers are converted.
     """
     where = f"{precision.name} on {precision.device}"
+    if is_emulated(precision.name, precision.device):
+        where += ", emulated"
     if not precision.rules.forward:
-        return f"{where}, emulated" if is_emulated(precision.name, precision.device) else where
+        return where
     linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     converted = [name for name, layer in linears.items() if isinstance(layer, fp8.Float8Linear)]
     left = [name for name in linears if name not in converted]
     not_converted = f", not in {', '.join(left)}" if left else " (all linear layers)"
-    return (
-        f"{where}, {arithmetic(precision.device)}: "
-        f"FP8 in {', '.join(converted) or 'no layer'}{not_converted}"
-    )
+    return f"{where}: FP8 in {', '.join(converted) or 'no layer'}{not_converted}"
 
 
 def processor() -> str:
@@ -195,9 +181,7 @@ def commit() -> str:
     It is "unknown" outside a clone, as for an installed package.
     """
     root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return "unknown"
-    git = ["git", "-C", str(root)]
+    git = ["git", "-C", str(root), "--git-dir", ".git"]  # not that of a folder around it
     try:
         head = subprocess.run(
             [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True

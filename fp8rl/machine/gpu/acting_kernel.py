@@ -462,7 +462,7 @@ class Fused:
         """Does what rollout.unroll does, with the agents' present weights."""
         policy = self.acting(model)
         if policy is None:
-            return unroll(model.acting(), env, noise, starts, state)
+            return unroll(model, env, noise, starts, state)
         length = len(noise)
         count = env.num_envs
         F, _, A, _ = self.sizes
