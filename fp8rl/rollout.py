@@ -26,8 +26,6 @@ from .precision import Precision
 TERMINATED = 1
 TRUNCATED = 2
 DUMMY = 4
-_DUMMY = constant(DUMMY, torch.uint8)
-_ENDS = constant(TERMINATED | TRUNCATED, torch.uint8)
 NO_FLAGS = constant(0, torch.uint8)
 # The largest magnitudes of observations and rewards that float32 can learn from (norms square the
 # gradient), each with a wrapper of Gymnasium that scales larger ones down.
@@ -50,12 +48,12 @@ class Rollout(NamedTuple):
     @property
     def valid(self) -> torch.Tensor:
         """bool [T, B]: True where the action was actually executed."""
-        return torch.bitwise_and(self.flags, _DUMMY) == NO_FLAGS
+        return self.flags & DUMMY == NO_FLAGS
 
     @property
     def ended(self) -> torch.Tensor:
         """bool [T, B]: True where the action ended its episode."""
-        return torch.bitwise_and(self.flags, _ENDS) != NO_FLAGS
+        return self.flags & (TERMINATED | TRUNCATED) != NO_FLAGS
 
     @property
     def first(self) -> torch.Tensor:
@@ -251,15 +249,13 @@ class Collector:
         self.seed = seed
         self.loop = loop
         self.in_use = in_use
-        # The state of a recurrent policy, float32 [N, W]; None is 0.
-        self.state: torch.Tensor | None = None
+        self.state: torch.Tensor | None = None  # of a recurrent policy, float32 [N, W]
+        if model.recurrent:
+            self.state = torch.zeros(
+                env.num_envs, model.hidden_size, dtype=torch.float32, device=env.device
+            )
         # The number of rollouts collected so far, which is the `iteration` of their random numbers.
         self.rollouts = 0
-
-    def sync(self, learned: nn.Module) -> None:
-        """Copies the learner's weights to the network that acts, if it is another network."""
-        if self.model is not learned:
-            self.model.load_state_dict(learned.state_dict())
 
     @torch.no_grad()
     def collect(self, learned: nn.Module) -> Rollout:
@@ -268,26 +264,18 @@ class Collector:
         Returns a Rollout [T, N].
         """
         learned.update_statistics()
-        with self.in_use():
-            self.sync(learned)
-            return self._collect()
-
-    def _collect(self) -> Rollout:
         noise = action_noise(self.env, self.length, self.seed, "actions", self.rollouts, self.words)
         starts = self.env.draw(self.length)
         self.rollouts += 1
-        state_before = self.state
+        # A copy, because the next state may be written into the same tensor.
+        state_before = None if self.state is None else self.state.clone()
         # One region for the whole loop, so that autocast casts the weights only once.
-        with self.precision.autocast():
-            results, state = self.loop(self.model, self.env, noise, starts, state_before)
+        with self.in_use(), self.precision.autocast():
+            if self.model is not learned:
+                self.model.load_state_dict(learned.state_dict())
+            results, state = self.loop(self.model, self.env, noise, starts, self.state)
         obs, action, reward, flags, outputs = map(_usable, results)
         self.state = _usable(state)
-        if state is not None:
-            # The rollout gets a copy, because the next state may be written into the same tensor.
-            if state_before is None:
-                state_before = torch.zeros_like(self.state)
-            else:
-                state_before = state_before.clone()
         logp = self.env.distribution(outputs).log_prob(action)
         return Rollout(obs, action, reward, flags, logp, state_before)
 
@@ -298,8 +286,8 @@ class Collector:
     def load_state_dict(self, state: dict, rollouts: int) -> None:
         """Continues as the collector whose `state_dict` this is, after so many rollouts."""
         self.env.load_state_dict(state["env"])
-        saved = state["state"]
-        self.state = None if saved is None else saved.to(self.env.device, copy=True)
+        if state["state"] is not None:
+            self.state = state["state"].to(self.env.device, copy=True)
         self.rollouts = rollouts
         self.env.draws = rollouts + 1  # one for the first reset
 

@@ -538,7 +538,7 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
             if config.evaluates_at(iteration):
                 run.evaluate()
             if len(run.recorded):
-                bar.set_postfix_str(progress_text(run.recorded.progress), refresh=False)
+                bar.set_postfix(progress_of(run.recorded.progress), refresh=False)
             run.launch.check(run)
             yield run
 
@@ -550,15 +550,11 @@ def train(run: Run, progress: bool = True) -> Run:
     return run
 
 
-def progress_text(row: dict[str, float]) -> str:
-    """The text of the progress bar, from a row of the history."""
-    parts = []
-    for name in ("train_return", "eval_return"):
-        if not np.isnan(row[name]):
-            parts.append(f"{name} {row[name]:.1f}")
-    parts.append(f"{row['steps'] / row['seconds']:,.0f} steps/s")
-    parts.append(f"loss scale {row['loss_scale']:g}")
-    return ", ".join(parts)
+def progress_of(row: dict[str, float]) -> dict[str, str]:
+    """What the progress bar shows, from a row of the history."""
+    names = ("train_return", "eval_return", "loss_scale")
+    shown = {name: f"{row[name]:,.1f}" for name in names if not np.isnan(row[name])}
+    return shown | {"steps/s": f"{row['steps'] / row['seconds']:,.0f}"}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:

@@ -37,11 +37,11 @@ def start(devices: dict[str, str] | None = None) -> None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     cuda = {field: device for field, device in (devices or {}).items() if device.startswith("cuda")}
     for field, device in cuda.items():
-        what = f"{field} is {device!r} and {here} processes share {gpus} GPU{'s' * (gpus != 1)}"
-        if here > gpus:
-            raise ValueError(f"{what}: start at most {gpus} (--nproc-per-node) or use the CPU")
-        if here > 1 and device != "cuda":
-            raise ValueError(f"{what}: use 'cuda', which gives each process its own GPU")
+        if here > gpus or (here > 1 and device != "cuda"):
+            raise ValueError(
+                f"{field} is {device!r} and {here} processes share {gpus} GPU{'s' * (gpus != 1)}: "
+                f"use 'cuda' for a GPU each, and start at most {gpus} (--nproc-per-node)"
+            )
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # When one process has died, torchrun ends the others by SIGTERM.

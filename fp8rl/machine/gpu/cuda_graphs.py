@@ -27,13 +27,12 @@ from ...train import Immediate, Measurements
 # Number of eager calls before the capture, on the same stream. They initialize libraries, and state
 # that is created lazily (Adam's, the scaler's).
 WARMUP = 3
-GRAPHED = ("cuda",)  # types of devices that have graphs
 AHEAD = 16  # how many iterations may wait before the older half is read
 
 
 def has_graphs(device: torch.device) -> bool:
     """Whether iterations can be launched as graphs on a device."""
-    return device.type in GRAPHED
+    return device.type == "cuda"
 
 
 class Graphed:
@@ -133,12 +132,7 @@ class Held:
         env.draws = self._counter(env.draws, env.device)
         run.iterations_run = self._counter(run.iterations_run, env.device)
         run.ring.clock = DeviceClock(run.ring.clock, run.ring.device)
-        if self.collector.model.recurrent:
-            size = (env.num_envs, self.collector.model.hidden_size)
-            self.state = torch.zeros(size, dtype=torch.float32, device=env.device)
-            if self.collector.state is not None:
-                self.state.copy_(self.collector.state)
-            self.collector.state = self.state
+        self.state = self.collector.state
         self.put_back()
 
     @staticmethod
@@ -149,7 +143,7 @@ class Held:
         env = self.collector.env
         for name, tensor in self.tensors.items():
             setattr(env, name, tensor.copy_(getattr(env, name)))
-        if self.collector.state is not None:
+        if self.state is not None:
             self.collector.state = self.state.copy_(self.collector.state)
 
 
