@@ -40,7 +40,6 @@ from .losses import (
 from .precision import PRECISIONS, Precision, StepReport
 from .replay.ring import ReplayBuffer
 from .returns import EpisodeReturns, RewardScale
-from .rng import seed_of
 from .rollout import Collector, Rollout, check_extremes, extremes, require_dummy_rows
 
 # What an update measures: the statistics of its loss and of its gradient step.
@@ -286,11 +285,6 @@ class Run:
         self.recorded = History()
         self.returns = EpisodeReturns(self.env.num_envs, self.env.device)
 
-    def __getstate__(self) -> dict:
-        """The attributes, for a copy, after all iterations that were launched have been read."""
-        self.launch.finish(self)
-        return vars(self).copy()
-
     @property
     def model(self) -> nn.Module:
         return self.learner.model
@@ -366,19 +360,13 @@ class Run:
         return updates
 
     def sample(self, update: int = 0) -> Rollout:
-        """Slices from the ring, for an update of this iteration.
+        """Slices from the ring, for an `update` below `config.updates` of this iteration.
 
         The random numbers depend on the seed and on the number of the update in the run, so every
-        update draws other slices. If a schedule samples more often than `config.updates` in an
-        iteration, this number would be that of an update in the next iteration. So the additional
-        updates have another seed.
+        update draws other slices.
         """
-        seed = self.collector.seed
         number = self.iterations_run * self.config.updates + update
-        if update >= self.config.updates:
-            seed = seed_of(seed, "more replay", update)
-            number = self.iterations_run
-        return self.ring.sample(self.slices, self.config.slice_length, seed, number)
+        return self.ring.sample(self.slices, self.config.slice_length, self.collector.seed, number)
 
     def measure(
         self,

@@ -1,6 +1,4 @@
-import copy
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -207,15 +205,6 @@ def test_rows_that_wait_share_their_time_and_are_those_of_launches_one_by_one(gr
     assert waiting == [*range(1, 16), *[*range(8, 16)] * 3, 0]
     assert_same(run, plain)
     assert (np.diff(run.history.column("seconds")) > 0).all()
-
-
-def test_a_graph_belongs_to_its_run_alone(monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "stream_on", lambda device: SimpleNamespace(device=device))
-    run = build(small())
-    run.launch = cuda_graphs.GraphQueue(torch.device("cpu"))
-    run.launch.held = cuda_graphs.Held(run)
-    copied = copy.deepcopy(run)
-    assert copied.launch is not run.launch and copied.launch.held is None
 
 
 @pytest.mark.cuda

@@ -1,6 +1,5 @@
 import copy
 import dataclasses
-import itertools
 import sys
 
 import numpy as np
@@ -21,7 +20,7 @@ from helpers import (
     weights,
 )
 
-from fp8rl.build import build, build_population
+from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.disk.restore import restore
 from fp8rl.env import Cart
@@ -218,13 +217,3 @@ def test_a_state_of_another_config_is_refused():
 def test_a_scale_of_rewards_is_one_of_as_many_environments():
     rollout = build(small(steps=1_024)).collect()
     refused("num_envs is 16 in", RewardScale(1).add, rollout, 0.9, lambda tensors: tensors)
-
-
-def test_a_run_that_samples_more_often_than_it_updates_never_draws_the_same_twice():
-    config = small(steps=1_536)
-    for run in (build(config), build_population([config, dataclasses.replace(config, seed=1)])):
-        draws = []
-        for _ in iterate(run):
-            draws += [run.sample(update).obs for update in range(3 * config.updates)]
-        pairs = itertools.combinations(draws, 2)
-        assert not any(torch.equal(one, other) for one, other in pairs)

@@ -451,11 +451,6 @@ class Fused:
         self.advance = written(env, "advance", {"state": state, "action": action})
         self.observe = written(env, "observe", {"state": state})
 
-    def __deepcopy__(self, memo: dict) -> "Fused":
-        """The same object, because it holds no state of a run, and Triton's functions cannot be
-        copied."""
-        return self
-
     def __call__(
         self, model, env: TensorEnv, noise: torch.Tensor, starts: torch.Tensor, state: None = None
     ):

@@ -164,10 +164,6 @@ class GraphQueue(Immediate):
         # When the first iteration of the queue was launched, or when the queue was last read.
         self.began = 0.0
 
-    def __deepcopy__(self, memo: dict) -> "GraphQueue":
-        """A new queue for the copy of a run, which captures its own graph."""
-        return GraphQueue(self.device)
-
     @property
     def unread(self) -> int:
         return len(self.queue)
