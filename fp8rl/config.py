@@ -153,34 +153,44 @@ class Config:
 
     def _check_combinations(self) -> None:
         """Checks fields whose allowed values depend on other fields."""
-        self._require("replay_updates", self.updates > 0, "use at least 1 without fresh_updates")
-        divides = self.batch_size % self.slice_length == 0
-        self._require("batch_size", divides, f"use a multiple of slice_length, {self.slice_length}")
-        # The first updates have only one rollout to replay.
-        short_enough = self.slice_length <= self.rollout_length or self.replay_updates == 0
-        self._require(
-            "slice_length", short_enough, f"use at most rollout_length, {self.rollout_length}"
-        )
+        envs = self.num_envs
         rows = self.rollout_length + 1  # one more for the ring's open row (replay/ring.py)
-        self._require(
-            "capacity",
-            self.capacity // self.num_envs >= rows,
-            f"use at least {rows * self.num_envs}, {rows} rows of {self.num_envs} environments",
-        )
-        self._require(
-            "steps",
-            self.iterations >= 1,
-            f"use at least one iteration, {self.steps_per_iteration} steps",
-        )
-        self._require(
-            "layers",
-            self.encoder != "gru" or self.layers > 1,
-            "use at least 2 with encoder gru, the last one is the GRU",
-        )
-        if self.env_id is not None:
-            for name in ("extra_features", "hide_velocity", "start_noise"):
-                is_default = getattr(self, name) == getattr(Config, name)
-                self._require(name, is_default, f"leave it out, {self.env_id} does not have it")
+        # Names of fields, whether their values are good, and what to use where they are not.
+        combinations = [
+            ("replay_updates", self.updates > 0, "use at least 1 without fresh_updates"),
+            (
+                "batch_size",
+                self.batch_size % self.slice_length == 0,
+                f"use a multiple of slice_length, {self.slice_length}",
+            ),
+            (
+                # The first updates have only one rollout to replay.
+                "slice_length",
+                self.slice_length <= self.rollout_length or self.replay_updates == 0,
+                f"use at most rollout_length, {self.rollout_length}",
+            ),
+            (
+                "capacity",
+                self.capacity // envs >= rows,
+                f"use at least {rows * envs}, {rows} rows of {envs} environments",
+            ),
+            (
+                "steps",
+                self.iterations >= 1,
+                f"use at least one iteration, {self.steps_per_iteration} steps",
+            ),
+            (
+                "layers",
+                self.encoder != "gru" or self.layers > 1,
+                "use at least 2 with encoder gru, the last one is the GRU",
+            ),
+        ]
+        for name in ("extra_features", "hide_velocity", "start_noise"):
+            is_good = self.env_id is None or getattr(self, name) == getattr(Config, name)
+            remedy = f"leave it out, {self.env_id} does not have it"
+            combinations.append((name, is_good, remedy))
+        for combination in combinations:
+            self._require(*combination)
 
     def _require(self, name: str, is_good: bool, remedy: str) -> None:
         if not is_good:

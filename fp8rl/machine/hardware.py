@@ -5,6 +5,7 @@ import ctypes
 import functools
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -148,11 +149,9 @@ def describe(precision: Precision, model: nn.Module) -> str:
 
 def processor() -> str:
     """The name of this machine's processor."""
-    if Path("/proc/cpuinfo").exists():
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if "model name" in line:
-                return line.split(":")[1].strip()
-    return platform.processor() or platform.machine()
+    details = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*\S)", details.read_text() if details.exists() else "")
+    return named[1] if named else platform.processor() or platform.machine()
 
 
 def hardware() -> str:

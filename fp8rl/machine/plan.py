@@ -82,38 +82,63 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Rin
 
 def check(config: Config, machine: Machine, places: Places, processes: int) -> None:
     """Raises ValueError for settings that do not work together, in a run of this many processes."""
-
-    def require(field: str, is_good: bool, remedy: str, beside: str = "") -> None:
+    learn_device = machine.on("learn")
+    one_device = learn_device == machine.on("collect") == machine.on("evaluate")
+    only_in_populations = [place for place in places if place not in STATE]
+    weights = places.get("weights")
+    # Names of fields, whether their values can be had, and what to use where they cannot.
+    rows = (
+        ("memmap", machine.memmap != "", "choose a folder"),
+        (
+            "memmap",
+            None in (machine.memmap, machine.store_device),
+            "use a folder or store_device, not both",
+        ),
+        (
+            "vectorization",
+            machine.vectorization is None or config.env_id is not None,
+            "leave it out, it needs env_id",
+        ),
+        (
+            "formats",
+            not only_in_populations,
+            f"leave out {', '.join(only_in_populations)}, which only populations round",
+        ),
+        (
+            "collect_precision",
+            not weights or config.acting_precision == config.precision,
+            "leave it out, it needs a float32 copy of the weights",
+        ),
+        (
+            "formats",
+            not weights or not weights.block,
+            "leave block or mx out, a run keeps one scale for each tensor of weights",
+        ),
+        (
+            "formats",
+            not places or (processes == 1 and one_device),
+            "leave it out, or use one process, and one device for all parts",
+        ),
+        (
+            "num_envs",
+            config.num_envs % processes == 0,
+            f"use a multiple of {processes}, as many processes share the run",
+        ),
+        (
+            "batch_size",
+            config.slices_per_batch % processes == 0,
+            f"use a multiple of {processes} slices, as many processes share the run",
+        ),
+        (
+            "memmap",
+            processes == 1 or machine.memmap is None,
+            f"leave it out, {processes} processes share the run",
+        ),
+    )
+    for field, is_good, remedy in rows:
         if not is_good:
             owner = machine if hasattr(machine, field) else config
-            raise ValueError(f"{field} is {getattr(owner, field)}{beside}: {remedy}")
-
-    one_device = machine.on("collect") == machine.on("learn")
-    require("memmap", machine.memmap != "", "choose a folder")
-    only_one = None in (machine.memmap, machine.store_device)
-    require("memmap", only_one, "use a folder or store_device, not both")
-    has_env_id = machine.vectorization is None or config.env_id is not None
-    require("vectorization", has_env_id, "leave it out, it needs env_id")
-    for place in places:
-        require("formats", place in STATE, f"leave out {place}, which only populations round")
-    if "weights" in places:
-        same = config.acting_precision == config.precision
-        require("collect_precision", same, "leave it out, it needs a float32 copy of the weights")
-        require(
-            "formats",
-            not places["weights"].block,
-            "leave block or mx out, a run keeps one scale for each tensor of weights",
-        )
-    if places:
-        alone = processes == 1 and one_device and machine.on("evaluate") == machine.on("learn")
-        require("formats", alone, "leave it out, or use one process, and one device for all parts")
-    if processes > 1:
-        beside = f" and {processes} processes share the run"
-        divides = config.num_envs % processes == 0
-        require("num_envs", divides, f"use a multiple of {processes}", beside)
-        divides = config.slices_per_batch % processes == 0
-        require("batch_size", divides, f"use a multiple of {processes} slices", beside)
-        require("memmap", machine.memmap is None, "leave it out", beside)
+            raise ValueError(f"{field} is {getattr(owner, field)}: {remedy}")
 
 
 def bytes_of_network(config: Config) -> int:
