@@ -174,39 +174,26 @@ def unroll(model, env, noise, starts, state):
     reward and flags as in Rollout, and the policy's outputs [T, N, A or 2 A].
     """
     with inference(env):
-        obs = [env.obs]
-        outputs = []
-        actions = []
-        rewards = []
-        ends = []
         resets_first = env.done  # the first step resets where the last rollout ended an episode
         sample = sampler_of(env)
         policy = model.acting().policy
+        steps = []
         for step_noise, start in zip(noise.unbind(), starts, strict=True):
-            output, state = policy(env.obs, state)
+            obs = env.obs
+            output, state = policy(obs, state)
             action = sample(output, step_noise)
             if state is not None:
                 # Where this step resets, a new episode begins, in which the policy's state is 0.
                 state = torch.where(env.done.unsqueeze(-1), 0, state)
-            next_obs, reward, terminated, truncated = env.step(action, start)
-            outputs.append(output)
-            actions.append(action)
-            obs.append(next_obs)
-            rewards.append(reward)
-            ends.append(terminated)
-            ends.append(truncated)
-        ends = torch.stack(ends).view(len(noise), 2, -1).byte()  # [T, 2, N]: terminated, truncated
-        flags = TERMINATED * ends[:, 0] + TRUNCATED * ends[:, 1]
+            _, reward, terminated, truncated = env.step(action, start)
+            steps.append((obs, action, reward, terminated, truncated, output))
+        obs, *columns = zip(*steps, strict=True)
+        action, reward, terminated, truncated, outputs = map(torch.stack, columns)
+        flags = TERMINATED * terminated.byte() + TRUNCATED * truncated.byte()
         resets = torch.cat((resets_first.unsqueeze(0), flags[:-1] != 0))
         flags += DUMMY * resets.byte()
-        actions = env.distribution.actions(torch.stack(actions))
-        return (
-            torch.stack(obs),
-            actions,
-            torch.stack(rewards),
-            flags,
-            torch.stack(outputs),
-        ), state
+        obs = torch.stack((*obs, env.obs))
+        return (obs, env.distribution.actions(action), reward, flags, outputs), state
 
 
 class Collector:
