@@ -458,14 +458,21 @@ class Run:
         }
         self.launch.run_iteration(self, row)
 
-    def evaluate(self) -> float:
+    def evaluate(self) -> float | np.ndarray:
         """Evaluates the network: mean greedy return, which is also put into the history's last row.
 
-        Raises ValueError if it is not finite.
+        Stops an agent whose mean return is not finite. In a population, which goes on, this return
+        becomes minus infinity.
         """
         # To read the history waits for a GPU. Otherwise this wait would count as evaluation.
         history = self.history
-        mean_return = self.evaluator.evaluate(self.model)
+        returns = np.asarray(self.evaluator.evaluate(self.model))
+        is_finite = np.isfinite(returns)
+        for agent in np.flatnonzero(~is_finite):
+            precision = self.precisions[agent]
+            message = f"evaluation is not finite in {precision}: fix the environment's rewards"
+            self.stop(agent, ValueError(message))
+        mean_return = history.entry(np.where(is_finite, returns, -math.inf))
         if len(history):
             history.columns["eval_return"][-1] = mean_return
         return mean_return

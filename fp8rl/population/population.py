@@ -205,7 +205,7 @@ class PopulationHistory(History):
         self.agents = agents
         self.failures: list[str | None] = [None] * agents
 
-    def _entry(self, number) -> np.ndarray:
+    def entry(self, number) -> np.ndarray:
         # A copy, because a view would keep all numbers that were read at once in memory.
         return np.full(self.agents, number, np.float64)
 
@@ -319,22 +319,6 @@ class Population(Run):
         if isinstance(learning_rate, torch.Tensor):
             row = row | {"learning_rate": learning_rate.squeeze(1).numpy()}
         super().record(row, measurements, seconds)
-
-    def evaluate(self) -> np.ndarray:
-        """Mean greedy returns, float64 [S].
-
-        An agent whose return is not finite has failed, and its return becomes minus infinity.
-        """
-        history = self.history
-        returns = self.evaluator.evaluate(self.model)
-        for agent in np.flatnonzero(~np.isfinite(returns)):
-            precision = self.precisions[agent]
-            message = f"evaluation is not finite in {precision}: fix the environment's rewards"
-            self.stop(agent, ValueError(message))
-            returns[agent] = -math.inf
-        if len(history):
-            history.columns["eval_return"][-1] = returns
-        return returns
 
     def stop(self, agent: int, error: Exception) -> None:
         """Stops an agent: it takes no more steps, for the reason that the error tells."""

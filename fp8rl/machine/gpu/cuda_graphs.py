@@ -128,16 +128,12 @@ class Held:
         env = self.collector.env
         # Copies, because a task's starts may share memory.
         self.tensors = {name: getattr(env, name).clone() for name in env.NAMES}
-        self.collector.rollouts = self._counter(self.collector.rollouts, env.device)
-        env.draws = self._counter(env.draws, env.device)
-        run.iterations_run = self._counter(run.iterations_run, env.device)
+        for part, name in ((self.collector, "rollouts"), (env, "draws"), (run, "iterations_run")):
+            counter = torch.tensor(getattr(part, name), dtype=torch.int64, device=env.device)
+            setattr(part, name, counter)
         run.ring.clock = DeviceClock(run.ring.clock, run.ring.device)
         self.state = self.collector.state
         self.put_back()
-
-    @staticmethod
-    def _counter(number: int, device: torch.device) -> torch.Tensor:
-        return torch.tensor(number, dtype=torch.int64, device=device)
 
     def put_back(self) -> None:
         env = self.collector.env
