@@ -32,7 +32,7 @@ from ..model import make_network
 from ..replay.ring import ReplayBuffer
 from ..returns import EpisodeReturns, RewardScale
 from ..rollout import Collector, Rollout
-from ..train import Learner, Measurements, Run
+from ..train import Learner, Run
 from .networks import Agents, runs_of_equal
 from .optimizer import Adam, Scales
 
@@ -207,7 +207,8 @@ class PopulationHistory(History):
 
     def entry(self, number) -> np.ndarray:
         # A copy, because a view would keep all numbers that were read at once in memory.
-        return np.full(self.agents, number, np.float64)
+        # The agents' learning rates are a tensor [S, 1].
+        return np.full(self.agents, np.squeeze(number), np.float64)
 
     @property
     def last(self) -> dict[str, float]:
@@ -313,12 +314,6 @@ class Population(Run):
         if rollout.action.is_floating_point():
             numbers.append((rollout.action.abs() > 1).float().mean((0, 2, 3)))
         return numbers
-
-    def record(self, row: dict, measurements: Measurements, seconds: float) -> None:
-        learning_rate = row["learning_rate"]
-        if isinstance(learning_rate, torch.Tensor):
-            row = row | {"learning_rate": learning_rate.squeeze(1).numpy()}
-        super().record(row, measurements, seconds)
 
     def stop(self, agent: int, error: Exception) -> None:
         """Stops an agent: it takes no more steps, for the reason that the error tells."""
