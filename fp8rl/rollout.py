@@ -170,8 +170,8 @@ def unroll(model, env, noise, starts, state):
     `starts`  random starts of the environments (`TensorEnv.draw`)
     `state`   state of a recurrent policy, or None
 
-    Returns a tuple of five tensors, and the policy's state at the end. The tensors are obs, action,
-    reward and flags as in Rollout, and the policy's outputs [T, N, A or 2 A].
+    Returns five tensors, and the policy's state at the end. The tensors are obs, action, reward and
+    flags as in Rollout, and the policy's outputs [T, N, A or 2 A].
     """
     with inference(env):
         resets_first = env.done  # the first step resets where the last rollout ended an episode
@@ -193,7 +193,9 @@ def unroll(model, env, noise, starts, state):
         resets = torch.cat((resets_first.unsqueeze(0), flags[:-1] != 0))
         flags += DUMMY * resets.byte()
         obs = torch.stack((*obs, env.obs))
-        return (obs, env.distribution.actions(action), reward, flags, outputs), state
+        results = (obs, env.distribution.actions(action), reward, flags, outputs)
+    # Copies, because autograd cannot use tensors that were made in inference mode.
+    return [x.clone() for x in results], None if state is None else state.clone()
 
 
 class Collector:
@@ -260,9 +262,8 @@ class Collector:
         with self.in_use(), self.precision.autocast():
             if self.model is not learned:
                 self.model.load_state_dict(learned.state_dict())
-            results, state = self.loop(self.model, self.env, noise, starts, self.state)
-        obs, action, reward, flags, outputs = map(_usable, results)
-        self.state = _usable(state)
+            results, self.state = self.loop(self.model, self.env, noise, starts, self.state)
+        obs, action, reward, flags, outputs = results
         logp = self.env.distribution(outputs).log_prob(action)
         return Rollout(obs, action, reward, flags, logp, state_before)
 
@@ -280,8 +281,3 @@ class Collector:
 
     def close(self) -> None:
         self.env.close()
-
-
-def _usable(x: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor, or a copy that autograd can use if it was made in inference mode."""
-    return x.clone() if x is not None and x.is_inference() else x

@@ -61,11 +61,9 @@ class Graphed:
             return result
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
-            on_device = torch.cuda.device(self.stream.device)
-            capture = torch.cuda.graph(graph, stream=self.stream)
             # Garbage may hold graphs of an earlier run, and to destroy one spoils a capture.
             gc.collect()
-            with on_device, capture:
+            with torch.cuda.device(self.stream.device), torch.cuda.graph(graph, stream=self.stream):
                 self.result = function()
             self.graph = graph
         self.graph.replay()
@@ -179,7 +177,7 @@ class GraphQueue(Immediate):
         self.queue.append((row, Measurements(*copies), arrived))
         if len(self.queue) == AHEAD:
             # The GPU has the other half to work on, while this half is read.
-            self._read(run, keep=AHEAD // 2)
+            self.finish(run, keep=AHEAD // 2)
 
     def _iteration(self, run):
         """The iteration that is captured. It cannot check the rollout on the host."""
@@ -187,11 +185,7 @@ class GraphQueue(Immediate):
         self.held.put_back()
         return measurements
 
-    def finish(self, run) -> None:
-        """Reads all iterations that were launched."""
-        self._read(run, keep=0)
-
-    def _read(self, run, keep: int) -> None:
+    def finish(self, run, keep: int = 0) -> None:
         """Reads all iterations but the last `keep`. Waits until a GPU has finished them.
 
         The seconds since the first of them was launched, or since the last reading, are split
