@@ -65,9 +65,7 @@ class Rollout(NamedTuple):
         return torch.cat((torch.zeros_like(starts[:1]), starts))
 
     def to(self, device) -> "Rollout":
-        """The rollout on a device, which is the rollout itself if it is there already."""
-        if self.obs.device == torch.device(device):
-            return self
+        """The rollout on a device, with the same tensors if it is there already."""
         return Rollout(*(x if x is None else x.to(device) for x in self))
 
 

@@ -279,6 +279,7 @@ class Run:
         self.evaluator = evaluator
         self.ring = ring
         self.settled = config.settled(self.env)
+        self.learning_rate = self.settled.learning_rate  # a number, or a tensor of agents
         self.slices = slices or config.slices_per_batch
         self.launch = Immediate()
         self.iterations_run = 0
@@ -352,10 +353,9 @@ class Run:
         """
         updates = []
         for update in range(self.config.updates):
-            if update < self.config.fresh_updates:
-                batch = rollout
-            else:
-                batch = self.sample(update)  # from older policies: V-trace corrects
+            is_fresh = update < self.config.fresh_updates
+            # Slices are from older policies, for which V-trace corrects.
+            batch = rollout if is_fresh else self.sample(update)
             updates.append(self.learner.update(batch))
         return updates
 
@@ -443,12 +443,9 @@ class Run:
             message = f"gradient not finite at step {step} in {precision}: lower learning_rate"
             self.stop(agent, FloatingPointError(message))
 
-    def learning_rate_at(self, iteration: int) -> float:
-        return self.config.annealed(self.settled.learning_rate, iteration)
-
     def advance(self, iteration: int) -> None:
         """Runs an iteration with the learning rate that the config gives it."""
-        learning_rate = self.learning_rate_at(iteration)
+        learning_rate = self.config.annealed(self.learning_rate, iteration)
         self.learner.require_parameters()
         self.learner.set_learning_rate(learning_rate)
         row = {

@@ -257,7 +257,7 @@ class Population(Run):
         common = configs[0]
         self.configs = configs
         self.agents = len(configs)
-        self.learning_rate = per_agent([config.learning_rate for config in settled])
+        learning_rate = per_agent([config.learning_rate for config in settled])
         seeds = torch.tensor([config.seed for config in configs], device=device)
         start_noise = [config.start_noise for config in configs]
         make_envs = functools.partial(environments, make_env)
@@ -266,7 +266,7 @@ class Population(Run):
         model = Agents(models, configs, device)
         places = [places_of(config.formats) for config in configs]
         scales = Scales([config.precision for config in configs], device)
-        optimizer = Adam(model.theta, self.learning_rate, places, model.sizes, seeds)
+        optimizer = Adam(model.theta, learning_rate, places, model.sizes, seeds)
         learner = PopulationLearner(
             self.agents,
             coefficients_of(settled, device),
@@ -284,6 +284,7 @@ class Population(Run):
         ring = PopulationRing(places, *ring_settings, proximal=any(clips_apart))
         evaluator = PopulationEvaluator(common.eval_episodes, scales.exact, make_envs)
         super().__init__(common, collector, learner, evaluator, ring)
+        self.learning_rate = learning_rate
         self.precisions = [config.precision for config in configs]
         self.recorded = PopulationHistory(self.agents)
         self.returns = EpisodeReturns((self.agents, common.num_envs), device)
@@ -292,10 +293,6 @@ class Population(Run):
         """The agents' histories in the order of `configs`."""
         of_agents = self.history.of_agents
         return [of_agents[self.configs.index(config)] for config in configs]
-
-    def learning_rate_at(self, iteration: int):
-        """The learning rates of an iteration: a number, or float32 [S, 1]."""
-        return self.config.annealed(self.learning_rate, iteration)
 
     def collect(self) -> Rollout:
         """Like Run.collect. For agents whose clip divides by the policy that acts, the proximal
