@@ -244,6 +244,11 @@ class Collector:
         # The number of rollouts collected so far, which is the `iteration` of their random numbers.
         self.rollouts = 0
 
+    def sync(self, learned: nn.Module) -> None:
+        """Copies the learner's weights to the network that acts, if it is another network."""
+        if self.model is not learned:
+            self.model.load_state_dict(learned.state_dict())
+
     @torch.no_grad()
     def collect(self, learned: nn.Module) -> Rollout:
         """The next T steps of every environment, with the weights of the network `learned`.
@@ -258,8 +263,7 @@ class Collector:
         state_before = None if self.state is None else self.state.clone()
         # One region for the whole loop, so that autocast casts the weights only once.
         with self.in_use(), self.precision.autocast():
-            if self.model is not learned:
-                self.model.load_state_dict(learned.state_dict())
+            self.sync(learned)
             results, self.state = self.loop(self.model, self.env, noise, starts, self.state)
         obs, action, reward, flags, outputs = results
         logp = self.env.distribution(outputs).log_prob(action)
