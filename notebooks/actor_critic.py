@@ -220,6 +220,7 @@ class Ring:
     def sample(self, count, length):
         """`count` slices of `length` steps, side by side as a Rollout [length, count]."""
         oldest = self.write - self.stored  # may be negative
+        # The last step of a slice is in row write - 1 at most.
         first = oldest + torch.randint(self.stored - length + 1, (count,))
         row = (first + torch.arange(length + 1).unsqueeze(1)) % self.rows  # [length + 1, count]
         cart = torch.randint(NUM_ENVS, (count,))
@@ -231,15 +232,15 @@ REPLAYED = 4  # updates on drawn steps, after each rollout
 BATCH = 1_024  # steps in a drawn batch
 
 
-def replay(update, slice_length):
+def replay(one_update, slice_length):
     """A learning step for `train`: an update on the rollout, then updates on drawn slices."""
     ring = Ring()
 
     def learn(agent, rollout):
         ring.append(rollout)
-        row = update(agent, rollout)
+        row = one_update(agent, rollout)
         for _ in range(REPLAYED):
-            row = update(agent, ring.sample(BATCH // slice_length, slice_length))
+            row = one_update(agent, ring.sample(BATCH // slice_length, slice_length))
         return row
 
     return learn
