@@ -22,7 +22,7 @@ COMMANDS = {
         (Config, Machine),
         "out resume overwrite trust eight_bit checkpoint_every checkpoint_ring tensorboard",
     ),
-    "eval": ((), "episodes greedy seed precision film overwrite trust json"),
+    "eval": ((), "episodes greedy seed precision trust json"),
     "study": ((Comparison,), "out learning_rate overwrite scheduler workers"),
     "memory": ((Config, Machine), "layout json"),
 }

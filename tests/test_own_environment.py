@@ -8,7 +8,6 @@ import pytest
 from helpers import TINY, after, refused, trained
 
 from fp8rl.build import Machine, build
-from fp8rl.cli.evaluate import gymnasium_stage
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.population.batches import obstacle
@@ -29,12 +28,8 @@ from gymnasium.envs.registration import EnvSpec
 from fp8rl.env import TensorEnv
 
 class Walk(gymnasium.Env):
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
     observation_space = gymnasium.spaces.Box(-10, 10, (1,))
     action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self, render_mode=None):
-        self.render_mode = render_mode
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -46,9 +41,6 @@ class Walk(gymnasium.Env):
         self.steps += 1
         self.position = self.position + np.float32(0.1 if action == 1 else -0.1)
         return self.position, 1 - abs(float(self.position[0])), False, self.steps == 20, {}
-
-    def render(self):
-        return np.full((20, 20, 3), self.steps, np.uint8)
 
 class Registered(Walk): pass
 gymnasium.register("Registered-v0", Registered, max_episode_steps=15)
@@ -160,7 +152,6 @@ def test_a_class_that_is_not_registered_trains_in_every_way(tmp_path):
 
     assert "train it alone" in obstacle(config)
     assert threshold_of("own_env:Limited") == 5
-    assert gymnasium_stage("own_env:Limited", 0).render().shape == (20, 20, 3)
 
 
 def test_a_class_of_a_notebook_is_found_anew_when_its_cell_is_run_again(monkeypatch):

@@ -1,4 +1,4 @@
-"""A picture of the cart, for `render` (custom_env.py) and for films (study/film.py)."""
+"""A picture of the cart, for `render` (custom_env.py)."""
 
 import numpy as np
 

@@ -122,7 +122,7 @@ def gymnasium_id(env_id: str) -> str:
         raise ValueError(
             f"env_id is {env_id!r}, which Gymnasium cannot make: name a subclass of gymnasium.Env, "
             f"or an id that {module} registers, as in {module}:MyEnv-v0; for a TensorEnv, leave "
-            "out vectorization and film"
+            "out vectorization"
         )
     entry_points = (named, env_id, f"{named.__module__}:{named.__qualname__}")
     ids = [
@@ -216,7 +216,6 @@ class GymEnv(TensorState):
     it gets one of 10,000 steps, with a warning.
 
     `vectorization`  sync: one after the other in this process; async: each in its own process
-    `render_mode`    "rgb_array", if `render` is to be called
 
     Beside the attributes of a TensorEnv it has `actions`, the first of its discrete actions, or the
     lowest and highest values of its continuous actions, [A] each in the space's type; and
@@ -241,7 +240,6 @@ class GymEnv(TensorState):
         device="cpu",
         seed: int = 0,
         vectorization: str = "sync",
-        render_mode: str | None = None,
     ):
         if vectorization not in VECTORIZATIONS:
             raise ValueError(
@@ -261,7 +259,6 @@ class GymEnv(TensorState):
                     vectorization_mode=vectorization,
                     vector_kwargs={"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP},
                     wrappers=[flat],
-                    **({"render_mode": render_mode} if render_mode else {}),
                 )
         except Exception as error:  # whatever the environment's own code raises
             raise ValueError(f"env_id is {env_id!r}, {why_not_made(env_id, error)}") from error
@@ -326,18 +323,6 @@ class GymEnv(TensorState):
             terminated,
             truncated,
         )
-
-    def render(self) -> np.ndarray:
-        """A picture of the first environment, uint8 [height, width, 3].
-
-        `render_mode` must be "rgb_array". Raises EnvironmentFailed if the environment cannot be
-        drawn, as when a package is missing.
-        """
-        with self._guarded():
-            frame = np.asarray(self.envs.render()[0])
-            if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
-                raise ValueError(f"its picture is {frame.dtype}{list(frame.shape)}")
-        return frame
 
     def close(self) -> None:
         """Closes the environments and their processes."""
