@@ -1,12 +1,15 @@
 """The Python of docs/using_it.md runs."""
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import torch
 
 PAGE = (Path(__file__).parent.parent / "docs/using_it.md").read_text()
-TRAIN, DOCTOR = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+TRAIN, EVENTS, DOCTOR = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 
 
 def test_the_doctor_reports_on_a_training_loop(capsys):
@@ -35,3 +38,16 @@ def test_an_agent_is_trained(capsys):
     assert "steps=100_000" in TRAIN
     exec(TRAIN.replace("100_000", "4_096"), {})
     assert 0 < float(capsys.readouterr().out.splitlines()[-1]) < 200
+
+
+def test_the_columns_of_a_training_become_events(tmp_path, monkeypatch):
+    writer = MagicMock()
+    writer.__enter__.return_value = writer
+    tensorboard = SimpleNamespace(SummaryWriter=lambda folder: writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    monkeypatch.chdir(tmp_path)
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/metrics.csv").write_text("steps,loss\n512,0.5\n1024,0.25\n")
+    exec(EVENTS, {})
+    events = [call.args for call in writer.add_scalar.call_args_list]
+    assert events[1::2] == [("loss", 0.5, 512), ("loss", 0.25, 1024)]

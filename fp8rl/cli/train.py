@@ -21,7 +21,6 @@ from ..tasks.gymnasium_env import EnvironmentFailed
 from ..train import Immediate, Run, iterate
 from .arguments import ConfigOptions, MachineOptions, checked, given
 from .metrics_file import MetricsFile
-from .tensorboard_events import EventFile, require_tensorboard
 
 
 def train(
@@ -34,7 +33,6 @@ def train(
     eight_bit: bool = False,
     checkpoint_every: int | None = None,
     checkpoint_ring: bool = True,
-    tensorboard: bool = False,
 ) -> None:
     """Train one agent into a folder, or continue a run that was stopped (Ctrl-C).
 
@@ -50,11 +48,9 @@ def train(
         eight_bit: FP8 products; eight bits for weights, Adam's moments and replayed observations.
         checkpoint_every: Iterations between checkpoints; 0 writes only one at the beginning and one
             at the end. None: one is written every minute. A resumed run keeps this option and the
-            next two, unless they are given anew.
+            next one, unless they are given anew.
         checkpoint_ring: Keep the replay ring's rows in checkpoints. Without them, a resumed run
             begins with an empty ring.
-        tensorboard: Also write an events file for TensorBoard (tensorboard_events.py). Needs the
-            package tensorboard.
     """
     if out is None and resume is None:
         raise ValueError(
@@ -63,11 +59,7 @@ def train(
     if out is not None and resume is not None:
         raise ValueError(f"out is {out} and resume is {resume}: give one of the two")
     machine = checked(machine)
-    options = {
-        "checkpoint_every": checkpoint_every,
-        "checkpoint_ring": checkpoint_ring,
-        "tensorboard": tensorboard,
-    }
+    options = {"checkpoint_every": checkpoint_every, "checkpoint_ring": checkpoint_ring}
     steps = config.steps if resume and "steps" in given() else None
     config = chosen(config, bool(resume), eight_bit)
     begun = config
@@ -98,8 +90,6 @@ def train(
         every = options["checkpoint_every"]  # of the command line, or of a mark with any text
         if every is not None and (type(every) is not int or every < 0):
             raise ValueError(f"checkpoint_every is {every!r}: use 0 or more")
-        if options["tensorboard"]:
-            require_tensorboard()
         # A run that cannot be built raises here, before anything is written or replaced.
         run = build(config, machine, state)
         if machine.memmap and run.ring.count:
@@ -197,13 +187,12 @@ def write_while_training(
     folder: Folder | None,
     checkpoint_every: int | None,
     checkpoint_ring: bool,
-    tensorboard: bool,
 ) -> None:
     """Trains a run to its end, and writes its files while it trains.
 
-    Rank 0, which owns the folder, writes metrics.csv, checkpoint.pt and perhaps TensorBoard's
-    events. After SIGINT or SIGTERM the program exits as soon as the iteration is finished and
-    saved. A second signal ends a single process at once.
+    Rank 0, which owns the folder, writes metrics.csv and checkpoint.pt. After SIGINT or SIGTERM the
+    program exits as soon as the iteration is finished and saved. A second signal ends a single
+    process at once.
     """
     rank, size = processes.rank_and_size()
     signals: list[int] = []
@@ -222,19 +211,14 @@ def write_while_training(
         if is_intact and len(run.history) and size == 1:
             checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
 
-    files = []
     saved_at = time.monotonic()
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, remember))
         stack.push(save_on_failure)
-        # Both files begin with the rows from before the run was resumed.
         if folder:
-            files.append(MetricsFile(folder))
-        if folder and tensorboard:
-            files.append(stack.enter_context(contextlib.closing(EventFile(folder))))
-        for file in files:
-            file.write(run.history)
+            metrics = MetricsFile(folder)
+            metrics.write(run.history)  # the rows from before the run was resumed
         iterations = stack.enter_context(contextlib.closing(iterate(run, progress=rank == 0)))
         for _ in iterations:
             due = checkpoint_every is None and rank == 0 and time.monotonic() - saved_at > 60
@@ -246,8 +230,8 @@ def write_while_training(
             if due or stop:
                 checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
                 saved_at = time.monotonic()
-            for file in files:
-                file.write(run.recorded)  # with a graph, not all rows are read yet
+            if folder:
+                metrics.write(run.recorded)  # with a graph, not all rows are read yet
             if stop:
                 break
     if len(run.history) < run.config.iterations:

@@ -6,8 +6,8 @@ JSON object, with the command that made the folder and the options to continue w
 without a mark nothing is ever touched. In a folder with a mark, only the files that the command
 writes are touched.
 
-Some names are known only by a pattern. TensorBoard chooses the names of its files. The file of a
-batch that a study has begun is named after a hash of the batch's configs (study/batch_file.py)."""
+The file of a batch that a study has begun is known only by a pattern: its name has a hash of the
+batch's configs (study/batch_file.py)."""
 
 import contextlib
 import json
@@ -17,11 +17,10 @@ from pathlib import Path
 from .safe_files import locked, told, write_whole
 
 MARK = ".fp8rl"
-EVENTS = "events.out.tfevents.*"
 BATCHES = f"batch-{'[0-9a-f]' * 12}.pt"
 # Names, or patterns of names, of the files that a command writes.
 FILES = {
-    "train": ("config.json", "metrics.csv", "checkpoint.pt", "reward_curve.png", EVENTS),
+    "train": ("config.json", "metrics.csv", "checkpoint.pt", "reward_curve.png"),
     "study": ("runs.jsonl", "results.csv", "table.md", "curves.png", BATCHES),
 }
 
