@@ -10,6 +10,7 @@ import importlib
 import re
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 
@@ -79,6 +80,8 @@ def main() -> None:
         run_command()
         return
     except (ValueError, OSError, MemoryError, FloatingPointError, EnvironmentFailed) as error:
+        if isinstance(error, EnvironmentFailed):
+            traceback.print_exception(error.__cause__)  # which names the line of its own code
         # Python's own MemoryError has no message.
         message = str(error) or "out of memory: use a smaller config, or a folder whose files fit"
     except KeyboardInterrupt:
