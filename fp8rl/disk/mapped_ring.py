@@ -24,7 +24,7 @@ import torch
 from ..env import STATE_BOUNDS
 from ..replay.ring import Clock, ReplayBuffer, bytes_of_row
 from ..rollout import Rollout
-from .safe_files import locked, opened, told, write_whole
+from .safe_files import locked, told, write_whole
 
 FORMAT = "fp8rl-ring-3"
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
@@ -35,30 +35,6 @@ def free_on_disk(folder: str | Path) -> int:
     folder = Path(folder)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(existing).free
-
-
-class MappedClock(Clock):
-    """A Clock whose numbers are in a file: `numbers` is an int64 tensor [2] mapped to it."""
-
-    def __init__(self, rows: int, numbers: torch.Tensor):
-        self.rows = rows
-        self.numbers = numbers
-
-    @property
-    def start(self) -> int:
-        return int(self.numbers[0])
-
-    @start.setter
-    def start(self, value: int) -> None:
-        self.numbers[0] = value
-
-    @property
-    def count(self) -> int:
-        return int(self.numbers[1])
-
-    @count.setter
-    def count(self, value: int) -> None:
-        self.numbers[1] = value
 
 
 class MappedRing(ReplayBuffer):
@@ -124,7 +100,7 @@ class MappedRing(ReplayBuffer):
             tensors = map_files(self.path, fields, self.writable)
             on_error.pop_all()
         self._lock = lock
-        return MappedClock(self.rows, tensors.pop("clock")), tensors
+        return Clock(self.rows, tensors.pop("clock")), tensors
 
     @classmethod
     def open(cls, folder: str | Path, writable: bool = False) -> "MappedRing":
@@ -208,17 +184,13 @@ def require_room(folder: Path, fields: Fields) -> None:
 
 def make_files(folder: Path, settings: dict, fields: Fields) -> None:
     """Reserves a file for each field, and then writes ring.json."""
-    with contextlib.ExitStack() as on_error:
-        for name, field in fields.items():
-            path = folder / f"{name}.bin"
-            size = bytes_of_row({name: field})
-            with opened(path, "xb") as file:
-                on_error.callback(path.unlink)
-                # Otherwise a full disk would kill the process at a later write.
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, size)
-                file.truncate(size)
-        on_error.pop_all()
+    for name, field in fields.items():
+        size = bytes_of_row({name: field})
+        with open(folder / f"{name}.bin", "xb") as file:
+            # Otherwise a full disk would kill the process at a later write.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            file.truncate(size)
     text = json.dumps(settings, indent=1)
     write_whole(folder / "ring.json", lambda file: file.write(text.encode()))
 
@@ -264,7 +236,7 @@ def map_files(folder: Path, fields: Fields, writable: bool) -> dict[str, torch.T
     copied on write, so the files never change."""
     tensors = {}
     for name, (dtype, shape) in fields.items():
-        with opened(folder / f"{name}.bin", "r+b" if writable else "rb") as file:
+        with open(folder / f"{name}.bin", "r+b" if writable else "rb") as file:
             try:
                 mapped = np.memmap(file, np.uint8, "r+" if writable else "c")
                 tensors[name] = torch.from_numpy(mapped).view(dtype).view(shape)

@@ -54,9 +54,7 @@ def check_ring(ring: ReplayBuffer, state: dict | None) -> None:
             )
         return
     for name, field in ring.fields.items():
-        types = state[name].dtype, field.dtype
-        # Earlier versions stored all observations in float32.
-        if types[0] != types[1] and types != (torch.float32, torch.float64):
+        if state[name].dtype != field.dtype:
             raise ValueError(f"{name} is from a ring of another codec")
 
 

@@ -68,13 +68,21 @@ class Clock:
     """The position of a ring of `rows` rows: which rows are complete, and where the next ones go.
 
     Rows are numbered in the order in which they were appended. The complete rows are numbers
-    `start` to `count` - 1. Row number n is stored at n modulo `rows`.
+    `start` to `count` - 1. Row number n is stored at n modulo `rows`. These two are kept in
+    `numbers`, two whole numbers, such as an int64 tensor [2] that is mapped to a file.
     """
 
-    def __init__(self, rows: int):
+    def __init__(self, rows: int, numbers=None):
         self.rows = rows
-        self.start = 0
-        self.count = 0
+        self.numbers = [0, 0] if numbers is None else numbers
+
+    @property
+    def start(self) -> int:
+        return int(self.numbers[0])
+
+    @property
+    def count(self) -> int:
+        return int(self.numbers[1])
 
     @property
     def size(self) -> int:
@@ -83,11 +91,11 @@ class Clock:
 
     def make_room(self, length: int) -> None:
         """Drops the rows that the next `length` rows and the open row after them will overwrite."""
-        self.start = max(self.start, self.count + length + 1 - self.rows)
+        self.numbers[0] = max(self.start, self.count + length + 1 - self.rows)
 
     def advance(self, length: int) -> None:
         """Counts `length` rows that have just been written as complete."""
-        self.count = self.count + length
+        self.numbers[1] = self.count + length
 
     def write(self, field: torch.Tensor, values: torch.Tensor) -> None:
         """Writes rows [N, T, ...] to a field [N, rows, ...], from the open row on."""
@@ -98,8 +106,8 @@ class Clock:
         field[:, : from_begin.shape[1]] = from_begin
 
     def set(self, start: int, count: int) -> None:
-        self.start = start
-        self.count = count
+        self.numbers[0] = start
+        self.numbers[1] = count
 
 
 class ReplayBuffer:

@@ -15,7 +15,6 @@ import gymnasium
 import numpy as np
 
 from ..config import Config
-from ..disk.safe_files import opened
 from ..history import History
 from ..precision import Precision
 from ..tasks.by_id import TASKS, task_of
@@ -119,7 +118,7 @@ class Journal:
     def __init__(self, path: Path):
         self.path = path
         self.histories: dict[Config, History] = {}
-        with contextlib.suppress(FileNotFoundError), opened(path, "r+b") as file:
+        with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
             for number, line in enumerate(file, 1):
                 # It was being written when the study was killed, and is no run
                 if not line.endswith(b"\n"):
@@ -141,7 +140,7 @@ class Journal:
             "rows": rows,
             "failure": history.failure,
         }
-        with opened(self.path, "a") as file:
+        with open(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
         self._keep(**line)
 
