@@ -81,7 +81,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(number, tmp_path, w
 
 def test_a_run_that_still_runs_is_neither_resumed_nor_replaced(tmp_path, capsys):
     with Folder.create(tmp_path, "train", {}) as folder:
-        folder.write("config.json", "{}")
+        folder.write("checkpoint.pt", "")
         for options in (["--resume", tmp_path], ["--out", tmp_path, "--overwrite", *SIZED]):
             said = refusal(capsys, "train", *options)
             assert said.startswith(f"out is {tmp_path}, where another process is writing")

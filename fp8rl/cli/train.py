@@ -15,7 +15,7 @@ from ..bits.low_bit_adam import LowBitAdam
 from ..build import build
 from ..config import EIGHT_BIT, Config
 from ..disk import checkpoint
-from ..disk.run_folder import Folder, read_mark, require_free
+from ..disk.run_folder import Folder, require_free
 from ..machine import hardware, processes
 from ..tasks.gymnasium_env import EnvironmentFailed
 from ..train import Immediate, Run, iterate
@@ -38,7 +38,8 @@ def train(
 
     Args:
         config: What is learned. A resumed run keeps its own, so only --steps goes with --resume.
-        machine: Where the run computes, and how fast. A resumed run takes what is given now.
+        machine: Where the run computes, and how fast. A resumed run takes what is given now, also
+            of the last two options.
         out: Folder for config.json, metrics.csv, checkpoint.pt and reward_curve.png.
         resume: Folder of a run that was stopped, to continue from its checkpoint.
             With --steps N it goes on to N steps in all. On the CPU it gives the numbers of a run
@@ -47,8 +48,7 @@ def train(
         trust: Let a checkpoint name a module that is then imported (env_id module:Name-v0).
         eight_bit: FP8 products; eight bits for weights, Adam's moments and replayed observations.
         checkpoint_every: Iterations between checkpoints; 0 writes only one at the beginning and one
-            at the end. None: one is written every minute. A resumed run keeps this option and the
-            next one, unless they are given anew.
+            at the end. None: one is written every minute.
         checkpoint_ring: Keep the replay ring's rows in checkpoints. Without them, a resumed run
             begins with an empty ring.
     """
@@ -58,8 +58,9 @@ def train(
         )
     if out is not None and resume is not None:
         raise ValueError(f"out is {out} and resume is {resume}: give one of the two")
+    if checkpoint_every is not None and checkpoint_every < 0:
+        raise ValueError(f"checkpoint_every is {checkpoint_every}: use 0 or more")
     machine = checked(machine)
-    options = {"checkpoint_every": checkpoint_every, "checkpoint_ring": checkpoint_ring}
     steps = config.steps if resume and "steps" in given() else None
     config = chosen(config, bool(resume), eight_bit)
     begun = config
@@ -75,21 +76,11 @@ def train(
             begun, state = checkpoint.resume(out / "checkpoint.pt", trust)
             if isinstance(begun, list):
                 raise ValueError(f"resume is {out}, a population: train continues only single runs")
-            require_unchanged(out / "config.json", begun)
+            if first:  # which may write the file again before another rank has read it
+                require_unchanged(out / "config.json", begun)
             config = with_steps(begun, steps, state)
-            saved_options = read_mark(out).get("options", {})
-            options |= {
-                name: saved_options[name]
-                for name in options
-                if name in saved_options and name not in given()
-            }
-            # This waits until all ranks have read the mark, before rank 0 writes it again.
-            processes.all_reduce([torch.zeros(1)])
         elif first:
             require_free(out, "train", overwrite)
-        every = options["checkpoint_every"]  # of the command line, or of a mark with any text
-        if every is not None and (type(every) is not int or every < 0):
-            raise ValueError(f"checkpoint_every is {every!r}: use 0 or more")
         # A run that cannot be built raises here, before anything is written or replaced.
         run = build(config, machine, state)
         if machine.memmap and run.ring.count:
@@ -100,14 +91,13 @@ def train(
         if first and config.steps != begun.steps:
             print(f"the run goes on to {config.steps:,} steps, not {begun.steps:,}")
         if first and not resume:
-            folder = owned.enter_context(Folder.create(out, "train", options, overwrite))
+            folder = owned.enter_context(Folder.create(out, "train", {}, overwrite))
         if not resume or config != begun:
             # Before config.json, which must not differ from the checkpoint if the run is killed.
-            checkpoint.save(out / "checkpoint.pt", run, options["checkpoint_ring"])
+            checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
         if first:
-            folder.remember("train", options)
             folder.write("config.json", config.to_json())
-        write_while_training(run, out, folder if first else None, **options)
+        write_while_training(run, out, folder if first else None, checkpoint_every, checkpoint_ring)
         clipped = processes.all_reduce([run.ring.clipped])[0].tolist()
         processes.stop()
         if first:
