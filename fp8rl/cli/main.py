@@ -19,7 +19,6 @@ import tyro
 
 from ..machine import hardware, processes
 from ..tasks.gymnasium_env import EnvironmentFailed
-from .arguments import WHOLE_NUMBERS
 
 # The module in this folder, and the function in it, of each command. Imports take longer than a
 # short training, so a command that argv names is imported alone. (The help of all commands, and the
@@ -52,14 +51,13 @@ def run_command() -> None:
     name = arguments[0]
     if name in COMMANDS:
         command = import_command(name)
-        tyro.cli(command, prog=f"{PROGRAM} {name}", args=arguments[1:], registry=WHOLE_NUMBERS)
+        tyro.cli(command, prog=f"{PROGRAM} {name}", args=arguments[1:])
         return
     tyro.extras.subcommand_cli_from_dict(
         {name: import_command(name) for name in COMMANDS},
         prog=PROGRAM,
         description=DESCRIPTION,
         args=arguments,
-        registry=WHOLE_NUMBERS,
     )
 
 
