@@ -131,7 +131,9 @@ class TensorEnv(TensorState):
         self._max_steps = constant(self.max_steps, torch.int32)
         # On the device, because `torch.where` would copy a number there at every call.
         self._no_reward = torch.zeros((), dtype=torch.float32, device=self.device)
-        self.state = start[:, : self.state_size]
+        # A copy, because a task's `start` may return an expanded tensor, which has one number in
+        # memory for many entries and cannot be written to.
+        self.state = start[:, : self.state_size].clone()
         self.obs = self._observe(start)
         self.elapsed = torch.zeros(self.num_envs, dtype=torch.int32, device=self.device)
         self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
@@ -184,13 +186,6 @@ class TensorEnv(TensorState):
         if not self.channels:
             return obs
         return torch.cat((obs, start[:, self.state_size :]), dim=-1)
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        # A task's `start` may return an expanded tensor, which has one number in memory for many
-        # entries and cannot be written to.
-        for name in self.NAMES:
-            setattr(self, name, torch.empty_like(getattr(self, name)))
-        super().load_state_dict(state)
 
     def close(self) -> None:
         """Does nothing: there are no processes or files to close."""

@@ -16,7 +16,6 @@ import numpy as np
 
 from ..config import Config
 from ..history import History
-from ..precision import Precision
 from ..tasks.by_id import TASKS, task_of
 from ..tasks.gymnasium_env import GymEnv, gymnasium_id
 from .statistics import bootstrap_interval, iqm
@@ -60,9 +59,6 @@ class Comparison:
                 raise ValueError(f"{name} is {value}: use at least 1")
         if not math.isfinite(self.threshold or 0):
             raise ValueError(f"threshold is {self.threshold}: use a finite number")
-        for name in self.precisions:
-            Precision(name)
-        Precision(self.collect_precision or self.precisions[0], field="collect_precision")
 
     def arms(self, suffix: str = "", **fields) -> dict[str, list[Config]]:
         """The arms, name -> a config for each seed, with this suffix of their names and these
