@@ -93,10 +93,10 @@ def compare(
             print(f"{len(arm_of)} agents of {shapes} shapes, a batch for each")
         # What cannot be is refused before anything is written
         if cluster is None:
-            parallel.require(tasks, workers)
+            parallel.require(tasks, min(workers, cores()))
         else:
             busiest = max(cluster.threads_by_host.values())
-            cluster.submit(parallel.require, tasks, workers, busiest).result()
+            cluster.submit(parallel.require, tasks, min(workers, busiest)).result()
         options = dataclasses.asdict(comparison) | numbers | {"workers": workers}
         folder = stack.enter_context(folder_of(out, options, overwrite))
         journal = study.Journal(out / "runs.jsonl")

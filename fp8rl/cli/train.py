@@ -135,8 +135,6 @@ def with_steps(config: Config, steps: int | None, state: dict) -> Config:
     if steps is None:
         return config
     changed = dataclasses.replace(config, steps=steps)
-    if changed.iterations == config.iterations:
-        return config
     done = len(state["history"].get("iteration", ()))
     if changed.iterations <= done:
         done_steps = done * config.steps_per_iteration

@@ -181,14 +181,12 @@ def next_results(waiting: dict[Future, int]) -> list[tuple[int, list[History]]]:
     return [(waiting.pop(future), future.result()) for future in ended]
 
 
-def require(tasks: list[Batch], workers: int | None = None, at_once: int | None = None) -> None:
+def require(tasks: list[Batch], at_once: int) -> None:
     """Raises, before any begins, what `run_batches` raises of batches that cannot be trained on
-    this machine. `at_once`: as many batches share its memory; None is one a core."""
-    workers = workers or cores()
+    this machine. At most `at_once` batches share its memory."""
     populations = [batch for each, batch in tasks if each is None]
-    at_once = min(at_once or cores(), workers, len(populations))
     for batch in populations:
-        require_one_population(batch, "cpu", at_once)
+        require_one_population(batch, "cpu", min(at_once, len(populations)))
     for config in dict.fromkeys(replace(config, seed=0) for each, (config, *_) in tasks if each):
         plan_run(config)
 
@@ -273,15 +271,11 @@ def _train(
     except (ValueError, FloatingPointError, EnvironmentFailed) as error:
         if not alone:
             raise
-        record_failure(made.history, error)
+        # The history of a run that failed ends with minus infinity, and with the reason.
+        made.history.failure = str(error)
+        start = {"iteration": 0.0, "steps": 0.0, "seconds": 0.0}
+        made.history.add({**start, **made.history.last, "eval_return": -math.inf})
     return [made.history] if alone else made.histories(configs)
-
-
-def record_failure(history: History, error: Exception) -> None:
-    """Ends the history of a run that failed with minus infinity, and with the reason."""
-    history.failure = str(error)
-    start = {"iteration": 0.0, "steps": 0.0, "seconds": 0.0}
-    history.add({**start, **history.last, "eval_return": -math.inf})
 
 
 # Of run_batches, in a process of this machine's pool: the steps of each batch.

@@ -8,7 +8,6 @@ An environment of your own is named as in `gymnasium.make`: "my_module:MyEnv-v0"
 registers it. A class that is not registered is named "my_module:MyEnv" (`gymnasium_id`)."""
 
 import contextlib
-import functools
 import signal
 import warnings
 
@@ -117,18 +116,6 @@ def actions_of(
     )
 
 
-@functools.cache  # warns once
-def without_limit(env_id: str) -> int:
-    """The time limit of an environment that has none itself. Warns of it."""
-    steps = 10_000
-    warnings.warn(
-        f"env_id is {env_id!r}, without a time limit, so an evaluation takes up to {steps:,} "
-        "steps: register it with max_episode_steps",
-        stacklevel=3,
-    )
-    return steps
-
-
 class GymEnv(TensorState):
     """N copies of a Gymnasium environment on the CPU, with tensors on `device`.
 
@@ -200,7 +187,13 @@ class GymEnv(TensorState):
             observations.dtype.kind in "iu" and np.abs(self.bounds).max() <= 2**24
         )
         self.obs_type = torch.float32 if is_held else torch.float64
-        self.max_steps = self.envs.spec.max_episode_steps or without_limit(env_id)
+        self.max_steps = self.envs.spec.max_episode_steps or 10_000
+        if not self.envs.spec.max_episode_steps:
+            warnings.warn(
+                f"env_id is {env_id!r}, without a time limit, so an evaluation takes up to "
+                f"{self.max_steps:,} steps: register it with max_episode_steps",
+                stacklevel=2,
+            )
         self.obs = self._tensor(obs, self.obs_type)
         self.done = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
 
