@@ -164,7 +164,6 @@ REFUSED = (
     ("gamma is ", "study --gamma"),
     ("seeds is ", "study --seeds 0"),
     ("threshold is ", "study --env-id Pendulum-v1"),
-    ("threshold is None, and CartPole has none", "study --env-id CartPole"),
     ("workers is ", "study --workers 0"),
     ("a network .*: lower hidden_size, layers", "train --hidden-size 10000"),
     (r"population of \d+ agents .*: lower hidden_size", "study --hidden-size 10000 --seeds 50"),

@@ -17,7 +17,7 @@ import numpy as np
 from ..config import Config
 from ..history import History
 from ..tasks.by_id import TASKS, task_of
-from ..tasks.gymnasium_env import GymEnv, gymnasium_id
+from ..tasks.gymnasium_env import GymEnv
 from .statistics import bootstrap_interval, iqm
 
 THRESHOLD = float(gymnasium.spec("fp8rl/CustomEnv-v0").reward_threshold)  # the cart's
@@ -96,9 +96,8 @@ def threshold_of(env_id: str | None) -> float:
     if task and env_id not in TASKS:  # a task of one's own
         found = getattr(task, "reward_threshold", None)
     else:
-        GymEnv(env_id, 1).close()  # says why, if it cannot be made
-        spec = gymnasium.registry.get(gymnasium_id(env_id))
-        found = spec and spec.reward_threshold
+        with contextlib.closing(GymEnv(env_id, 1)) as env:  # says why, if it cannot be made
+            found = env.envs.spec.reward_threshold
     if found is None:
         raise ValueError(
             f"threshold is None, and {env_id} has none itself: name it, as in --threshold 100"
