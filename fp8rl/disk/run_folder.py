@@ -72,7 +72,7 @@ class Folder(contextlib.ExitStack):
         with told(f"out is {path} and cannot be used", "use another folder"):
             path.mkdir(parents=True, exist_ok=True)
             taken = f"out is {path}, where another process is writing: wait for it or use another"
-            self._mark = self.enter_context(locked(path / MARK, "a+", taken))
+            self._mark = self.enter_context(locked(path / MARK, taken))
 
     @classmethod
     def create(cls, path: Path, command: str, options: dict, overwrite: bool = False) -> "Folder":

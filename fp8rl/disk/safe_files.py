@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 
-def locked(path: Path, mode: str, taken: str, shared: bool = False) -> IO:
-    """Like `open`, with a lock until the file is closed or the process ends, however it ends.
+def locked(path: Path, taken: str) -> IO:
+    """Opens a file to append to it, with a lock until it is closed or the process ends, however it
+    ends.
 
-    The lock is exclusive or, with `shared`, shared with other shared locks. Raises FileExistsError
-    with the message `taken` if another process or opened file has a lock.
+    Raises FileExistsError with the message `taken` if another process or opened file has the lock.
     """
-    file = open(path, mode)  # noqa: SIM115  The caller closes it
+    file = open(path, "a+")  # noqa: SIM115  The caller closes it
     try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
         raise FileExistsError(taken) from error
