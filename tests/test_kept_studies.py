@@ -12,7 +12,6 @@ from helpers import (
     SIZED,
     assert_same_histories,
     refusal,
-    refused,
     run_cli,
     small,
     wait_until,
@@ -44,7 +43,6 @@ BATCHES = {
     ),
     "alone with a memory": [small(**SHORT, seed=6, encoder="gru", hide_velocity=True)],
 }
-CART = agents()
 
 
 def each_of(configs: list[Config]):
@@ -73,15 +71,6 @@ def test_a_batch_that_is_killed_twice_goes_on_bit_for_bit(name, tmp_path, monkey
                 parallel.train_batch(each_of(configs), configs, 0, tmp_path)
     assert lengths == [1, 2, 3, 4] and len(list(tmp_path.iterdir())) == 1
     assert_same_histories(parallel.train_batch(each_of(configs), configs, 0, tmp_path), whole)
-
-
-def test_a_file_that_is_not_of_the_batch_is_refused_in_one_line(tmp_path):
-    file = BatchFile(tmp_path, CART)
-    other = BatchFile(tmp_path, CART[:2])
-    other.save(other.built(alone=False))
-    other.path.rename(file.path)
-    message = rf"{file.path.name} cannot be continued \(checkpoint .* is of other agents\): delete"
-    refused(message, file.built, alone=False)
 
 
 # Studies that are stopped

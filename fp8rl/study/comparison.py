@@ -146,8 +146,6 @@ class Journal:
         for row in rows:
             history.add(row)
         history.failure = failure
-        if not rows or not isinstance(arm, str):
-            raise ValueError("it has no name, or no evaluation")
         self.histories[Config.of_file(config)] = history
 
 
