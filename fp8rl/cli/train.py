@@ -17,8 +17,7 @@ from ..config import EIGHT_BIT, Config
 from ..disk import checkpoint
 from ..disk.run_folder import Folder, require_free
 from ..machine import hardware, processes
-from ..tasks.gymnasium_env import EnvironmentFailed
-from ..train import Immediate, Run, iterate
+from ..train import Run, iterate
 from .arguments import ConfigOptions, MachineOptions, checked, given
 from .metrics_file import MetricsFile
 
@@ -190,20 +189,10 @@ def write_while_training(
             raise KeyboardInterrupt
         signals.append(number)
 
-    def save_on_failure(kind: type | None, *_) -> None:
-        # If the environment fails, the agent is saved as it was before. With a graph it may have
-        # learned from the failed rollout already.
-        is_intact = kind is EnvironmentFailed or (
-            kind is ValueError and isinstance(run.launch, Immediate)
-        )
-        if is_intact and len(run.history) and size == 1:
-            checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
-
     saved_at = time.monotonic()
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, remember))
-        stack.push(save_on_failure)
         if folder:
             metrics = MetricsFile(folder)
             metrics.write(run.history)  # the rows from before the run was resumed
