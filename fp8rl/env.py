@@ -195,7 +195,7 @@ class Cart(TensorEnv):
     """N carts, with the options in the module's docstring.
 
     Position and velocity start uniformly within `start_noise` of 0: one number for all, or float32
-    [N]. Raises ValueError for `start_noise` outside [0, 1] or negative `extra_features`.
+    [N].
     """
 
     num_actions = 2
@@ -213,10 +213,6 @@ class Cart(TensorEnv):
         hide_velocity=False,
         purpose="starts",
     ):
-        if not isinstance(start_noise, torch.Tensor) and not 0 <= start_noise <= 1:
-            raise ValueError(f"start_noise is {start_noise}: use a number from 0 to 1")
-        if extra_features < 0:
-            raise ValueError(f"extra_features is {extra_features}: use 0 or more")
         self.start_noise = start_noise
         self.channels = extra_features
         self.hide_velocity = hide_velocity

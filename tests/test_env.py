@@ -1,5 +1,3 @@
-import functools
-import math
 import warnings
 
 import gymnasium
@@ -92,8 +90,7 @@ def test_batched_equals_gymnasiums_vector_of_single_environments(policy):
 
 
 def test_what_is_outside_its_range_is_refused():
-    for field, value in {"start_noise": math.nan, "extra_features": -1, "num_envs": 0}.items():
-        refused(f"{field} is ", functools.partial(Cart, **{"num_envs": 1} | {field: value}))
+    refused("num_envs is ", Cart, 0)
     env = CustomEnv()
     env.reset()
     for action in (2, -1, 0.5, None):

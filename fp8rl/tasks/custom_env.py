@@ -117,7 +117,7 @@ def picture_of_cart(position: float) -> np.ndarray:
 class CustomEnv(Single):
     """The cart as a Gymnasium environment: `gymnasium.make("fp8rl.tasks:fp8rl/CustomEnv-v0")`.
 
-    `render_mode` is None or "rgb_array". The other options, and their errors, are those of Cart.
+    `render_mode` is None or "rgb_array". The other options are those of Cart.
     """
 
     def __init__(
