@@ -61,7 +61,7 @@ def load(path: str | Path, trust: bool = False, **changes) -> tuple[ActorCritic,
 
     `changes` are fields of the config that are replaced, such as a precision that this machine has.
     `trust` lets an env_id such as "module:Name-v0" import a module. Raises FileNotFoundError, and
-    ValueError for a file that cannot be read or has another config.
+    ValueError for a file that cannot be read, or whose config this version does not have.
     """
     config, state = resume(path, trust, **changes)
     if isinstance(config, list):
