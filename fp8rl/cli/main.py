@@ -78,7 +78,7 @@ def main() -> None:
         run_command()
         return
     except (ValueError, OSError, MemoryError, FloatingPointError, EnvironmentFailed) as error:
-        if isinstance(error, EnvironmentFailed):
+        if isinstance(error, EnvironmentFailed) and error.__cause__:
             traceback.print_exception(error.__cause__)  # which names the line of its own code
         # Python's own MemoryError has no message.
         message = str(error) or "out of memory: use a smaller config, or a folder whose files fit"
