@@ -39,6 +39,14 @@ def ended(process, number: int) -> int | None:
     return process.exitcode
 
 
+def test_a_link_in_place_of_the_temporary_file_is_not_followed(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    (tmp_path / "a.tmp").symlink_to(precious)
+    write_whole(tmp_path / "a", lambda file: file.write(b"whole"))
+    assert precious.read_text() == "precious" and (tmp_path / "a").read_bytes() == b"whole"
+
+
 # Tests that fork go to one worker, because the server that forks takes long to start.
 forking = pytest.mark.xdist_group("forked")
 

@@ -47,8 +47,9 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     `write` writes to a new temporary file beside it, which is then renamed.
     """
     temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)  # of a write that was cut off
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:  # a new file, and no link to another one
             write(file)
             file.flush()
             os.fsync(file.fileno())

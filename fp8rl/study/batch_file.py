@@ -48,8 +48,11 @@ class BatchFile:
             make = functools.partial(build, self.configs[0])
         if self.path is None or not self.path.exists():
             return make()
-        # Trusted, because the command line names the task.
-        _, state = checkpoint.resume(self.path, trust=True)
+        try:
+            # Trusted, because the command line names the task.
+            _, state = checkpoint.resume(self.path, trust=True)
+        except ValueError as error:
+            raise ValueError(f"{error}; without the file its agents begin again") from error
         return make(state=state)
 
     def is_due(self) -> bool:
