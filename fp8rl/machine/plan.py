@@ -96,6 +96,11 @@ def check(config: Config, machine: Machine, places: Places, processes: int) -> N
         ),
         (
             "vectorization",
+            machine.vectorization in (None, "sync", "async"),
+            "choose from sync, async",
+        ),
+        (
+            "vectorization",
             machine.vectorization is None or config.env_id is not None,
             "leave it out, it needs env_id",
         ),

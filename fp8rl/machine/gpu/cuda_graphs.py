@@ -79,8 +79,8 @@ def stream_on(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class DeviceClock(Clock):
-    """A ring's Clock in tensors on a GPU, so that it advances in a replay.
+class DeviceClock:
+    """What a ring's Clock does, in tensors on a GPU, so that it advances in a replay.
 
     The host does not know how many rows are complete. `size` is a number that it knows for sure.
     """
