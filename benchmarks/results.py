@@ -89,14 +89,12 @@ COMMANDS = {
     "published": "python benchmarks/replay_lesson.py published benchmarks/results/published.md",
     "between_loops": "python benchmarks/replay_lesson.py between_loops "
     "benchmarks/results/between_loops.md",
-    "ladder": "python benchmarks/replay_lesson.py ladder benchmarks/results/ladder.md",
     # What does rounding what a replay buffer stores change, and how fast is it read?
     "codecs": "python benchmarks/replay.py benchmarks/results/codecs/table.md",
 }
 # Packages that a benchmark needs beside the project's own: benchmarks/requirements.txt
 NEEDED_PACKAGES = {
     "tasks": ("stable_baselines3",),
-    "ladder": ("Box2D",),
     "from_start": ("stable_baselines3", "jax"),
     "loops": ("jax",),
     "populations": ("jax",),

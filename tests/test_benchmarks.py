@@ -223,11 +223,6 @@ def one_line(module, patch) -> None:
     patch.setattr(module, "SECTIONS", {"torch": lambda: [line]})
 
 
-RUNGS = {
-    **{name: replay_lesson.RUNGS[name] for name in list(replay_lesson.RUNGS)[:2]},
-    "the earlier defaults": replay_lesson.EARLIER | QUICK,
-}
-LANDER = "MountainCar-v0"  # LunarLander needs Box2D
 EVERYTHING = functools.reduce(dict.__or__, replay_lesson.STEPWISE.values())
 
 
@@ -287,22 +282,6 @@ SMOKE = {
             "BRIDGE_SEEDS": range(11_000, 11_001),
             "BUDGET": {"steps": 4_608, "eval_every": 2_304, "eval_episodes": 1},
             "DIFFERENCES": {"updates in 256 steps": {"replay_updates": 2}},
-        },
-    ),
-    "ladder": Smoke(
-        replay_lesson,
-        {"ladder.md": ["| settings |", "CartPole held"]},
-        [lambda: replay_lesson.ladder(Path("ladder.md"))],
-        {
-            "Config": config_class(eval_episodes=1),
-            "EVALUATIONS": 2,
-            "RUNGS": RUNGS,
-            "LANDER": LANDER,
-            "TASKS": {
-                LANDER: (range(3), 32, 200),
-                tasks.CART: (range(1), 32, 200),
-                tasks.CARTPOLE: (range(1), 32, 500),
-            },
         },
     ),
     "breakage_map": Smoke(
