@@ -50,8 +50,7 @@ COMMANDS = {
     "rates_measured": "python benchmarks/law.py measure benchmarks/results/rates_measured.csv",
     "rates": "python benchmarks/law.py table benchmarks/results/rates.md",
     "characters": "python benchmarks/characters.py benchmarks/results/characters.md",
-    # Also for scripts that others wrote?
-    "strangers": "python benchmarks/scripts.py table benchmarks/results/strangers.md",
+    # Do the doctor's words hold for scripts that others wrote?
     "stacks_in_scripts": "python benchmarks/scripts.py table benchmarks/results/stacks_in_scripts.md",
     # What do optimizers that people run really do in few bits?
     "real_stacks": "python benchmarks/real_stacks.py benchmarks/results/real_stacks.md",

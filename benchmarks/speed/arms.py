@@ -286,7 +286,7 @@ def watching(options: argparse.Namespace) -> list[Table]:
         "decoder": nano_gpt(16, layers=8, width=384, length=128, batch=8, evaluations=1),
         "nanoGPT": nano_gpt(400, layers=4, width=128, evaluations=1),  # its page's for a CPU
         "ppo": scripts.PPO,
-        "td3": scripts.STUDIES["stacks_in_scripts"].scripts["td3, Pendulum"],
+        "td3": scripts.SCRIPTS["td3, Pendulum"],
     }
     watch = "-m fp8rl.doctor watch"
     stacks = "model=bf16 optimizer=torchao-8bit:eager optimizer=bnb-8bit optimizer=optimi-kahan"
