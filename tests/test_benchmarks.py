@@ -196,8 +196,8 @@ def three_dumps(module, patch) -> None:
     about = {"parameters": 1, "seed": 1, "steps": 1, "seconds": 1.0, "loss": 1.0, "versions": {}}
     about |= {"model": "llama", "text": "code"}
     (folder.parent / "about.json").write_text(json.dumps(about))
-    shape = noise_dumps.DumpShape(32, 32, True)
-    dumps = [noise_dumps.sound_dump(shape, "Gaussian", size, 0) for size in (0.001, 0.01, 0.01)]
+    sizes = (0.001, 0.01, 0.01)
+    dumps = [noise_dumps.sound_dump((32, 32), "Gaussian", size, 0) for size in sizes]
     dumps[2]["learner_logp"] *= 0.8
     for i, dump in enumerate(dumps):
         truth, claims = ("sound", "bf16") if i < 2 else ("temperature", "")
