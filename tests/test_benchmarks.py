@@ -173,15 +173,16 @@ def three_dumps(module, patch) -> None:
     folder = Path("decoder/dumps")
     folder.mkdir(parents=True)
     about = {"parameters": 1, "seed": 1, "steps": 1, "seconds": 1.0, "loss": 1.0, "versions": {}}
-    about |= {"model": "llama", "text": "code"}
     (folder.parent / "about.json").write_text(json.dumps(about))
-    sizes = (0.001, 0.01, 0.01)
-    dumps = [noise_dumps.sound_dump((32, 32), "Gaussian", size, 0) for size in sizes]
-    dumps[2]["learner_logp"] *= 0.8
-    for i, dump in enumerate(dumps):
-        truth, claims = ("sound", "bf16") if i < 2 else ("temperature", "")
-        facts = {"truth": np.array([truth]), "what": str(i), "claims": claims}
-        np.savez(folder / f"{i}.npz", **dump, **facts, actor="bf16", learner="bf16")
+    sound = {"truth": np.array(["sound"]), "claims": "bf16"}
+    bug = {"truth": np.array(["temperature"]), "claims": ""}
+    for i, (size, factor, facts) in enumerate(
+        ((0.001, 1.0, sound), (0.01, 1.0, sound), (0.01, 0.8, bug))
+    ):
+        dump = noise_dumps.sound_dump((32, 32), "Gaussian", size, 0)
+        dump["learner_logp"] *= factor
+        programs = {"what": str(i), "actor": "bf16", "learner": "bf16"}
+        np.savez(folder / f"{i}.npz", **dump, **facts, **programs)
 
 
 def one_line(module, patch) -> None:

@@ -398,6 +398,7 @@ REFUSED = {
     "watch -m .json": "module is .json: there is no such module",
     "keep targets=bf16 script.py": "formats has the place 'targets'",
     "keep = script.py": "formats is empty",
+    "keep grad=bf16:stored script.py": "formats has 'grad=bf16:stored'",
     "keep model=bf16=weights=bf16 script.py": "formats has weights and model=bf16: leave out one",
     "keep model=bf16=model=fp16 script.py": "formats has .*: keep one real optimizer at a time",
     "twin m=bf16 script.py": "argument COMMAND: invalid choice: 'twin'",
@@ -454,6 +455,11 @@ NOT_KEPT = {
     ),
     "v=bf16": ("SGD(model.parameters(), 0.1)", LAYER, "v was not kept: only Adam and AdamW have"),
     "forward=bf16": ("SGD([model.weight], 0.1)", "model.weight", "forward was not kept: the scr"),
+    "grad=bf16": (
+        "SGD([model.weight], 0.1)",
+        "torch.nn.functional.embedding(torch.tensor([0]), model.weight, sparse=True)",
+        ".*sums of dense gradients only: leave out grad",
+    ),
     "weights=bf16": (
         "Adam(model.parameters())",
         LAYER,
