@@ -212,6 +212,23 @@ fast_adamw = functools.partial(adamw, lr=1e-2)
 SAME = "it is the same as the script's own: its steps are equal, bit for bit"
 NO_STATE = "without the state of the script, which it cannot read; longest step "
 LEAP = "it leaps once in 128 updates, first at"
+PARTS = "all this on 32,768 of 66,560 numbers"
+vanishing = functools.partial(stepped, gradient=functools.partial(torch.full, (64, 64), 1e-3))
+WHOLE = "it ran on whole tensors, because a step on blocks of them is another one: "
+NOT_JUDGED = [  # it cannot stand for the script's class, or there is nothing to judge
+    (watched, "torch.optim:SGD", "SGD has no betas"),
+    (sgd, "torch.optim:Adam", "Adam has betas"),
+    (sgd, "torch.optim:Nothing", "has no attribute 'Nothing'"),
+    (sgd, "torch:Tensor", "no optimizer"),
+    (sgd, "torch.optim:SGD:speed=1", "no option speed"),
+    (sgd, f"{HERE}:Failing", "failed in step 1 (RuntimeError: there is no GPU)"),
+    (sgd, "torch.optim:SGD:momentum=-1", "Invalid momentum"),
+    (sgd, "torch.nowhere:SGD", "cannot be imported"),
+    (adamw, "torch.optim:Muon", "Muon has no betas, which AdamW has"),
+    (watched, f"{HERE}:EstimatesItsRate", "name its own, as in"),
+    (functools.partial(watched, updates=0), "bf16", "before a window was full"),
+    (functools.partial(watched, kind=torch.optim.Rprop), "bf16", "a step of Rprop is not in prop"),
+]
 FOUND = [  # a training, a real optimizer, its word, its rate, and part of its line
     (watched, "torch.optim:Adam", "as float32", 1, f": {SAME}; longest step "),
     (watched, "torch.optim:Adam", "as float32", 1, "6 of 6 tensors stay in float32"),
@@ -232,11 +249,7 @@ FOUND = [  # a training, a real optimizer, its word, its rate, and part of its l
     (watched, "torch.optim:SGD:momentum=0.5", "slower", 0.15, "SGD has no betas, which Adam has"),
     (watched, f"{HERE}:EstimatesItsRate:lr=1e-3", "as float32", 1, "its steps are equal"),
     (watched_changes, f"{HERE}:OtherNames", "as float32", 0.87, NO_STATE),
-]
-PARTS = "all this on 32,768 of 66,560 numbers"
-vanishing = functools.partial(stepped, gradient=functools.partial(torch.full, (64, 64), 1e-3))
-WHOLE = "it ran on whole tensors, because a step on blocks of them is another one: "
-FOUND += [  # of a large tensor, on some blocks if the class treats them alone
+    # Of a large tensor, on some blocks if the class treats them alone
     (large, "torch.optim:Adam", "as float32", 1, f"{SAME}; longest step "),
     (large, "torch.optim:Adam", "as float32", 1, PARTS),
     (functools.partial(large, whole=True), "torch.optim:Adam", "as float32", 1, SAME),
@@ -244,22 +257,8 @@ FOUND += [  # of a large tensor, on some blocks if the class treats them alone
     (functools.partial(large, whole=True), "torch.optim:Adam:bf16", "slower", 0.22, "6 bytes"),
     (vanishing, "torch.optim:Adam:fp16", "diverges", torch.nan, "longest step inf learning rates"),
     (large_sgd, "torch.optim:Muon:momentum=0.0", "stalls", 0, f"{WHOLE}0.532 MB"),
+    *((how, entry, "not judged", torch.nan, part) for how, entry, part in NOT_JUDGED),
 ]
-NOT_JUDGED = [  # it cannot stand for the script's class, or there is nothing to judge
-    (watched, "torch.optim:SGD", "SGD has no betas"),
-    (sgd, "torch.optim:Adam", "Adam has betas"),
-    (sgd, "torch.optim:Nothing", "has no attribute 'Nothing'"),
-    (sgd, "torch:Tensor", "no optimizer"),
-    (sgd, "torch.optim:SGD:speed=1", "no option speed"),
-    (sgd, f"{HERE}:Failing", "failed in step 1 (RuntimeError: there is no GPU)"),
-    (sgd, "torch.optim:SGD:momentum=-1", "Invalid momentum"),
-    (sgd, "torch.nowhere:SGD", "cannot be imported"),
-    (adamw, "torch.optim:Muon", "Muon has no betas, which AdamW has"),
-    (watched, f"{HERE}:EstimatesItsRate", "name its own, as in"),
-    (functools.partial(watched, updates=0), "bf16", "before a window was full"),
-    (functools.partial(watched, kind=torch.optim.Rprop), "bf16", "a step of Rprop is not in prop"),
-]
-FOUND += [(how, entry, "not judged", torch.nan, part) for how, entry, part in NOT_JUDGED]
 
 
 @pytest.mark.parametrize(("how", "entry", "word", "rate", "part"), FOUND)
