@@ -187,9 +187,13 @@ def three_dumps(module, patch) -> None:
 
 def one_line(module, patch) -> None:
     """One line of torch alone: the others compile for minutes."""
-    make = module.adam(lr=3e-3)
     line = module.Line(
-        "torch", "Adam, bf16", "weight", module.Training(steps=64), make, entry="model=bf16:loop"
+        "torch",
+        "Adam, bf16",
+        "weight",
+        module.Training(steps=64),
+        module.adam(lr=3e-3),
+        entry="model=bf16:loop",
     )
     patch.setattr(module, "SECTIONS", {"torch": lambda: [line]})
 

@@ -284,8 +284,7 @@ def test_the_command_prints_the_report_of_a_file(tmp_path, capfd):
     assert read_dump(tmp_path / "dump.npz")["tokens"].shape == (SEQUENCES, TOKENS)
     quiet = {**arrays, "learner_logp": arrays["actor_logp"] + 0.1 * (LEARNER - ACTOR).numpy()}
     np.savez(tmp_path / "sound.npz", **quiet)
-    tokens = IS_ANSWER.long()
-    expected = mismatch(arrays, clip=0.1, precision="bf16", sound=quiet, tokens=tokens)
+    expected = mismatch(arrays, clip=0.1, precision="bf16", sound=quiet, tokens=IS_ANSWER.long())
     words = (
         capfd,
         "mismatch",
