@@ -101,19 +101,23 @@ def by_hand(model):
     return after
 
 
-with_options = functools.partial
-ema = with_options(averaged_model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.99))
+ema = functools.partial(averaged_model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.99))
 AVERAGES = {  # what is beside the model, updates, after how many it moves, what is found
     "target network": (target_network, 120, 1, [ONE.format("0.005")]),
-    "every third step": (with_options(target_network, tau=0.05), 150, 3, [ONE.format("0.05")]),
+    "every third step": (functools.partial(target_network, tau=0.05), 150, 3, [ONE.format("0.05")]),
     "EMA": (ema, 120, 1, [ONE.format("0.01")]),
     "SWA": (averaged_model, 120, 1, [ONE.format("0.031 to 0.0084")]),
-    "late": (with_options(target_network, tau=0.01, begins=90), 180, 1, [ONE.format("0.01")]),
+    "late": (functools.partial(target_network, tau=0.01, begins=90), 180, 1, [ONE.format("0.01")]),
     "nothing": (lambda model: lambda model: None, 120, 1, []),
     "by hand": (by_hand, 120, 1, []),
-    "unreadable": (with_options(beside_unreadable, step=0), 120, 1, [ONE.format("0.005")]),
-    "unreadable later": (with_options(beside_unreadable, step=50), 120, 1, [ONE.format("0.005")]),
-    "copy": (with_options(target_network, tau=1.0), 120, 2, []),
+    "unreadable": (functools.partial(beside_unreadable, step=0), 120, 1, [ONE.format("0.005")]),
+    "unreadable later": (
+        functools.partial(beside_unreadable, step=50),
+        120,
+        1,
+        [ONE.format("0.005")],
+    ),
+    "copy": (functools.partial(target_network, tau=1.0), 120, 2, []),
 }
 UNREADABLE = [
     lambda model: model.to("meta"),

@@ -66,8 +66,9 @@ def test_memory_is_torch_s_gru():
     for name, layer in {"ih": model.hidden[0], "hh": model.gates}.items():
         layer.bias.data.uniform_(-1, 1)
         weights |= {f"weight_{name}_l0": layer.weight, f"bias_{name}_l0": layer.bias}
-    inputs = model.inputs(obs).relu(), state.unsqueeze(0)
-    hidden, _ = torch.func.functional_call(torch.nn.GRU(64, 64), weights, inputs)
+    hidden, _ = torch.func.functional_call(
+        torch.nn.GRU(64, 64), weights, (model.inputs(obs).relu(), state.unsqueeze(0))
+    )
     expected = model.actor(hidden), model.critic(hidden).squeeze(-1)
     torch.testing.assert_close(model(obs, state), expected)
 

@@ -71,6 +71,14 @@ class OtherNames(torch.optim.SGD):
             state["state1"] = state.pop("momentum_buffer")
 
 
+class Clipped(torch.optim.SGD):
+    """Clips the norm of all gradients, which here is always longer."""
+
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        super().step()
+
+
 class Kahan(torch.optim.SGD):
     """Keeps beside each parameter what is left of a step once the parameter is rounded."""
 
@@ -208,12 +216,10 @@ large = functools.partial(
 )
 large_sgd = functools.partial(large, kind=torch.optim.SGD)
 adamw = functools.partial(watched, kind=torch.optim.AdamW, weight_decay=0.1)
-fast_adamw = functools.partial(adamw, lr=1e-2)
 SAME = "it is the same as the script's own: its steps are equal, bit for bit"
 NO_STATE = "without the state of the script, which it cannot read; longest step "
 LEAP = "it leaps once in 128 updates, first at"
 PARTS = "all this on 32,768 of 66,560 numbers"
-vanishing = functools.partial(stepped, gradient=functools.partial(torch.full, (64, 64), 1e-3))
 WHOLE = "it ran on whole tensors, because a step on blocks of them is another one: "
 NOT_JUDGED = [  # it cannot stand for the script's class, or there is nothing to judge
     (watched, "torch.optim:SGD", "SGD has no betas"),
@@ -242,7 +248,13 @@ FOUND = [  # a training, a real optimizer, its word, its rate, and part of its l
     (functools.partial(stepped, gradient=ones, updates=320), "bf16", "stalls", 0, "are frozen"),
     (slow_sgd, f"{HERE}:Kahan:bf16", "as float32", 1, "4 bytes a parameter"),
     (slow_sgd, "torch.optim:SGD:bf16", "stalls", 0, "2 bytes a parameter"),
-    (fast_adamw, "bf16", "frozen tensors", 1, ": 0.00 of the weight decay arrives; "),
+    (
+        functools.partial(adamw, lr=1e-2),
+        "bf16",
+        "frozen tensors",
+        1,
+        ": 0.00 of the weight decay arrives; ",
+    ),
     (adamw, "torch.optim:AdamW", "as float32", 1, SAME),
     (watched, f"{HERE}:ThreeBetas", "as float32", 1, "its own betas, (0.9, 0.999, 0.9999); it has"),
     (watched, f"{HERE}:ThreeBetas", "as float32", 1, "it has its own eps, (1e-30, 1e-16)"),
@@ -255,8 +267,15 @@ FOUND = [  # a training, a real optimizer, its word, its rate, and part of its l
     (functools.partial(large, whole=True), "torch.optim:Adam", "as float32", 1, SAME),
     (large, "torch.optim:Adam:bf16", "slower", 0.22, PARTS),
     (functools.partial(large, whole=True), "torch.optim:Adam:bf16", "slower", 0.22, "6 bytes"),
-    (vanishing, "torch.optim:Adam:fp16", "diverges", torch.nan, "longest step inf learning rates"),
-    (large_sgd, "torch.optim:Muon:momentum=0.0", "stalls", 0, f"{WHOLE}0.532 MB"),
+    (
+        functools.partial(stepped, gradient=lambda: torch.full((64, 64), 1e-3)),  # v vanishes
+        "torch.optim:Adam:fp16",
+        "diverges",
+        torch.nan,
+        "longest step inf learning rates",
+    ),
+    (large_sgd, f"{HERE}:Clipped", "stalls", 0, f"{WHOLE}0.266 MB"),
+    (large_sgd, "torch.optim:Muon:momentum=0.0", "stalls", 0, WHOLE),
     *((how, entry, "not judged", torch.nan, part) for how, entry, part in NOT_JUDGED),
 ]
 
