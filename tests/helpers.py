@@ -54,19 +54,10 @@ def trained(run: Run | Config) -> Run:
     return train(build(run) if isinstance(run, Config) else run, progress=False)
 
 
-class Changed:
-    """A collector whose rollouts a function changes: run.collector = Changed(run.collector,
-    function)."""
-
-    def __init__(self, inner, change):
-        self.inner = inner
-        self.change = change
-
-    def __getattr__(self, name: str):
-        return getattr(self.inner, name)
-
-    def collect(self, learned) -> Rollout:
-        return self.change(self.inner.collect(learned))
+def change_rollouts(run: Run, change: Callable[[Rollout], Rollout]) -> None:
+    """A function changes what a run's collector returns."""
+    collect = run.collector.collect
+    run.collector.collect = lambda learned: change(collect(learned))
 
 
 def ring_of(

@@ -62,13 +62,13 @@ def test_a_sequence_equals_its_steps_one_by_one(layers):
 
 def test_memory_is_torch_s_gru():
     model, obs, _, state = sequence()
-    twin = torch.nn.GRU(64, 64)
-    with torch.no_grad():
-        twin.weight_ih_l0.copy_(model.hidden[0].weight)
-        twin.bias_ih_l0.copy_(model.hidden[0].bias.uniform_(-1, 1))
-        twin.weight_hh_l0.copy_(model.gates.weight)
-        twin.bias_hh_l0.copy_(model.gates.bias.uniform_(-1, 1))
-    hidden, _ = twin(model.inputs(obs).relu(), state.unsqueeze(0))
+    weights = {}
+    for name, layer in {"ih": model.hidden[0], "hh": model.gates}.items():
+        layer.bias.data.uniform_(-1, 1)
+        weights |= {f"weight_{name}_l0": layer.weight, f"bias_{name}_l0": layer.bias}
+    hidden, _ = torch.func.functional_call(
+        torch.nn.GRU(64, 64), weights, (model.inputs(obs).relu(), state.unsqueeze(0))
+    )
     expected = model.actor(hidden), model.critic(hidden).squeeze(-1)
     torch.testing.assert_close(model(obs, state), expected)
 
