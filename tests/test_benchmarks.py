@@ -180,7 +180,7 @@ def three_dumps(module, patch) -> None:
     ):
         dump = noise_dumps.sound_dump((32, 32), "Gaussian", size, 0)
         dump["learner_logp"] *= factor
-        programs = {"what": str(i), "actor": "bf16", "learner": "bf16"}
+        programs = {"what": str(i), "actor": "bf16", "learner": "bf16", "settings": ""}
         np.savez(folder / f"{i}.npz", **dump, **facts, **programs)
 
 
