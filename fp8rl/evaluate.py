@@ -99,7 +99,6 @@ class Evaluator:
     `episodes`  number of episodes of an evaluation
     `make_env`  makes environments (`tasks.environments.env_maker`)
     `model`     a copy of the network on the precision's device; None uses the learner's network
-    `in_use`    makes a context that is entered while the network acts
     """
 
     def __init__(
@@ -108,27 +107,24 @@ class Evaluator:
         precision: Precision,
         make_env: Callable,
         model: nn.Module | None = None,
-        in_use=contextlib.nullcontext,
     ):
         self.episodes = episodes
         self.precision = precision
         self.make_env = make_env
         self.model = model
-        self.in_use = in_use
 
     def evaluate(self, learned: nn.Module) -> float:
         """Mean return of the episodes with the weights of the network `learned`.
 
         Raises ValueError if the mean is not finite.
         """
-        with self.in_use():
-            if self.model is not None:
-                self.model.load_state_dict(learned.state_dict())
-            env = self.make_env(
-                self.episodes, START_NOISE, self.precision.device, 0, "evaluation starts"
-            )
-            with contextlib.closing(env):
-                returns = evaluate(self.model or learned, env, self.precision)
+        if self.model is not None:
+            self.model.load_state_dict(learned.state_dict())
+        env = self.make_env(
+            self.episodes, START_NOISE, self.precision.device, 0, "evaluation starts"
+        )
+        with contextlib.closing(env):
+            returns = evaluate(self.model or learned, env, self.precision)
         mean_return = float(returns.mean())
         if not math.isfinite(mean_return):
             raise ValueError(

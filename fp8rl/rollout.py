@@ -226,7 +226,6 @@ class Collector:
     `length`     T, the steps of a rollout
     `seed`       seed of the actions' noise
     `loop`       `unroll`, or a faster form of it
-    `in_use`     makes a context that is entered while the network acts
 
         >>> from fp8rl.env import Cart
         >>> from fp8rl.model import ActorCritic
@@ -246,7 +245,6 @@ class Collector:
         length: int,
         seed=0,
         loop=unroll,
-        in_use=contextlib.nullcontext,
     ):
         self.env = env
         self.model = model
@@ -254,7 +252,6 @@ class Collector:
         self.length = length
         self.seed = seed
         self.loop = loop
-        self.in_use = in_use
         # The state of a recurrent policy, float32 [N, W]; None is 0.
         self.state: torch.Tensor | None = None
         # The number of rollouts collected so far, which is the `iteration` of their random numbers.
@@ -272,11 +269,7 @@ class Collector:
         Returns a Rollout [T, N].
         """
         learned.update_statistics()
-        with self.in_use():
-            self.sync(learned)
-            return self._collect()
-
-    def _collect(self) -> Rollout:
+        self.sync(learned)
         noise = action_noise(self.env, self.length, self.seed, "actions", self.rollouts, self.words)
         starts = self.env.draw(self.length)
         self.rollouts += 1

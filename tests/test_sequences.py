@@ -6,8 +6,7 @@ import pytest
 import torch
 from helpers import refused
 
-from fp8rl.bits import format_of
-from fp8rl.bits.formats import rounded
+from fp8rl.bits.formats import format_of, rounded
 from fp8rl.sequences.corrections import CORRECTIONS, gradient_factor
 from fp8rl.sequences.laboratory import Arm, Laboratory, Setting, horizon, pretrained
 from fp8rl.sequences.policies import NETWORKS, nucleus
