@@ -77,35 +77,20 @@ class Quantized(NamedTuple):
 def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Quantized:
     """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), each with a scale of its own.
 
-    Numbers that are not finite become NaN. Raises ValueError for another shape or `dtype`, and
-    TypeError if `x` is not float32 or bfloat16. A float16 tensor may already have lost numbers that
-    FP8 would have scaled.
+    Numbers that are not finite become NaN. Raises TypeError if `x` is not float32 or bfloat16. A
+    float16 tensor may already have lost numbers that FP8 would have scaled.
     """
     if x.dtype not in INPUT_TYPES:
         raise TypeError(
             f"x is {x.dtype}: quantize takes float32 or bfloat16, "
             "cast before values leave float16's range"
         )
-    if x.dim() < 2 or dtype not in LARGEST_FLOAT8:
-        raise ValueError(
-            f"x has shape {list(x.shape)} and dtype is {dtype}: use matrices [..., M, N], "
-            "and E4M3 or E5M2"
-        )
     x = x.float().contiguous()  # row-major, whatever the input's strides
-    scale = power_of_two_scale(largest_magnitude(x), LARGEST_FLOAT8[dtype])
+    largest = x.nan_to_num(0.0, 0.0, 0.0).abs().amax((-2, -1))  # of the finite numbers
+    scale = power_of_two_scale(largest, LARGEST_FLOAT8[dtype])
     # Infinities become NaN here, because `cast` would make them the largest number.
     x = x.nan_to_num(torch.nan, torch.nan, torch.nan)
     return Quantized(cast(x / scale[..., None, None], dtype), scale)
-
-
-def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
-    """The largest finite magnitude of each matrix in [..., M, N]: [...].
-
-    It is 0 where there is no finite number.
-    """
-    if not x.numel():
-        return x.new_zeros(x.shape[:-2])
-    return x.nan_to_num(0.0, 0.0, 0.0).abs().amax((-2, -1))  # 0 in place of what is not finite
 
 
 def in_layouts(
@@ -142,18 +127,11 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
     same bits in the same time as the emulation. Raises ValueError for matrices that a GPU's kernel
     cannot multiply, on every device.
     """
-    left, right = a.data.shape, b.data.shape
-    if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
+    if b.data.shape[0] % MULTIPLE or b.data.shape[1] % MULTIPLE:
         raise ValueError(
-            f"shapes are {list(left)} and {list(right)}: use matrices [M, K] and [K, "
-            "N] of one inner dimension K"
+            f"the second matrix is {list(b.data.shape)}: FP8 kernels need multiples of {MULTIPLE}, "
+            "pad it or stay in float32"
         )
-    for name, size in {"inner dimension": right[0], "column count": right[1]}.items():
-        if size % MULTIPLE:
-            raise ValueError(
-                f"{name} is {size}: FP8 kernels need a multiple of {MULTIPLE}, "
-                "pad it or stay in float32"
-            )
     if a.data.dtype == b.data.dtype == E5M2:
         raise ValueError(
             "both matrices are e5m2: FP8 kernels multiply e4m3 with e4m3 or e5m2, "

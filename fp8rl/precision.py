@@ -115,21 +115,15 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm) -> torch.Tensor:
     """Scales the gradients of parameters on one device so that their L2 norm together is at most
     `max_norm`, a number or a tensor.
 
-    Returns the norm before. It computes the same as `nn.utils.clip_grad_norm_`, with fewer calls.
+    Returns the norm before. It computes the same as `nn.utils.clip_grad_norm_`, with fewer calls if
+    the gradients are parts of one tensor.
     """
     joint = joint_gradient(parameters)
     if joint is None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        torch._foreach_mul_(gradients, _clip_coefficient(norm, max_norm))
-    else:
-        norm = torch.linalg.vector_norm(joint)
-        joint.mul_(_clip_coefficient(norm, max_norm))
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = torch.linalg.vector_norm(joint)
+    joint.mul_((max_norm * (norm + _EPS).reciprocal()).clamp(max=1))
     return norm
-
-
-def _clip_coefficient(norm: torch.Tensor, max_norm) -> torch.Tensor:
-    return (max_norm * (norm + _EPS).reciprocal()).clamp(max=1)
 
 
 def joint_gradient(parameters: list[nn.Parameter]) -> torch.Tensor | None:
