@@ -15,7 +15,7 @@ from torch import nn
 
 from .constants import constant
 from .precision import Precision
-from .rollout import action_noise, inference, sampler_of
+from .rollout import action_noise, inference
 
 # Steps between two checks of whether all episodes have ended. Each check waits for a GPU.
 BLOCK = 16
@@ -54,7 +54,7 @@ def policy_of(
     random numbers of `seed`. A `precision` of None is fp32 on the CPU.
     """
     precision = precision or Precision("fp32")
-    policy = steps_of(model, env, env.distribution.sample, greedy, seed)
+    policy = steps_of(model, env, greedy, seed)
 
     def in_precision(obs: torch.Tensor) -> torch.Tensor:
         with precision.autocast():
@@ -63,8 +63,8 @@ def policy_of(
     return in_precision
 
 
-def steps_of(model, env, sample: Callable, greedy: bool, seed: int) -> Callable:
-    """Like `policy_of`, for a caller that has entered a precision. `sample` samples the actions."""
+def steps_of(model, env, greedy: bool, seed: int) -> Callable:
+    """Like `policy_of`, for a caller that has entered a precision."""
     state = None
     steps = itertools.count()
 
@@ -74,7 +74,7 @@ def steps_of(model, env, sample: Callable, greedy: bool, seed: int) -> Callable:
         noise = _NO_NOISE
         if not greedy:
             noise = action_noise(env, 1, seed, "evaluation actions", next(steps))[0]
-        return sample(outputs, noise)
+        return env.distribution.sample(outputs, noise)
 
     return policy
 
@@ -89,7 +89,7 @@ def evaluate(
     """
     precision = precision or Precision("fp32")
     with torch.no_grad(), precision.autocast():
-        policy = steps_of(model.acting(), env, sampler_of(env), greedy, seed)
+        policy = steps_of(model.acting(), env, greedy, seed)
         return play(policy, env)
 
 

@@ -148,13 +148,6 @@ def action_noise(
     return env.distribution.noise(numbers)
 
 
-def sampler_of(env):
-    """The function that samples the actions of an environment, in the form that suits it best."""
-    if env.computes_with_actions:
-        return env.distribution.sample_numbers
-    return env.distribution.sample
-
-
 @contextlib.contextmanager
 def inference(env):
     """Inference mode, for stepping an environment.
@@ -187,10 +180,9 @@ def unroll(model, env, noise, starts, state):
     rewards = []
     ends = []
     resets_first = env.done  # the first step resets where the last rollout ended an episode
-    sample = sampler_of(env)
     for step_noise, start in zip(noise.unbind(), starts, strict=True):
         output, state = model.policy(env.obs, state)
-        action = sample(output, step_noise)
+        action = env.distribution.sample(output, step_noise)
         if state is not None:
             # Where this step resets, a new episode begins, in which the policy's state is 0.
             state = torch.where(env.done.unsqueeze(-1), 0, state)
@@ -205,10 +197,9 @@ def unroll(model, env, noise, starts, state):
     flags = TERMINATED * ends[:, 0] + TRUNCATED * ends[:, 1]
     resets = torch.cat((resets_first.unsqueeze(0), flags[:-1] != 0))
     flags += DUMMY * resets.byte()
-    actions = env.distribution.actions(torch.stack(actions))
     return (
         torch.stack(obs),
-        actions,
+        torch.stack(actions),
         torch.stack(rewards),
         flags,
         torch.stack(outputs),
