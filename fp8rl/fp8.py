@@ -184,18 +184,23 @@ def has_kernel(device: torch.device | str) -> bool:
 class _Float8Matmuls(torch.autograd.Function):
     """The three matmuls in the module's docstring. They have no second derivative.
 
-    `x` and `weight` are arguments only so that they get gradients. The forward pass multiplies the
-    quantized matrices x8 and w8, the backward pass multiplies x8_columns and w8_columns. Each of
-    these is passed as two tensors, data and scale, because autograd takes tensors. They are None
-    where no gradient needs them.
+    `w8` is the quantized weight, or None if it is still to be quantized.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, layer, x_data, x_scale, w_data, w_scale, *for_backward):
+    def forward(ctx, x, weight, layer, w8):
+        # The gradient of the weight needs x by columns, and that of x the weight by columns.
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        x8, x8_columns = layer.in_layouts(x, layer.forward_type, column_major=needs_weight)
+        w8_columns = w8
+        if w8 is None:
+            w8, w8_columns = layer.in_layouts(weight, layer.forward_type, column_major=needs_x)
         ctx.layer = layer
         ctx.input_dtype = x.dtype
-        ctx.save_for_backward(*for_backward)
-        x8, w8 = Quantized(x_data, x_scale), Quantized(w_data, w_scale)
+        nothing = None, None  # in place of data and scale that no gradient needs
+        x8_columns = x8_columns if needs_weight else nothing
+        w8_columns = w8_columns if needs_x else nothing
+        ctx.save_for_backward(*x8_columns, *w8_columns)
         return scaled_matmul(x8, w8.t(), layer.emulate)  # [B, I] @ [I, O]
 
     @staticmethod
@@ -214,7 +219,7 @@ class _Float8Matmuls(torch.autograd.Function):
             x8_columns = Quantized(x_data, x_scale).column_major()
             g8_transposed = g8_columns.column_major().t()
             grad_w = scaled_matmul(g8_transposed, x8_columns, layer.emulate)  # [O, B] @ [B, I]
-        return grad_x, grad_w, *[None] * 9
+        return grad_x, grad_w, None, None
 
 
 class Float8Linear(nn.Linear):
@@ -249,33 +254,12 @@ class Float8Linear(nn.Linear):
         weight = self.weight
         if not torch.is_grad_enabled():
             weight = weight.detach()  # otherwise it would be prepared for a backward pass
-        y = self.product(batch, weight, w8)
+        y = _Float8Matmuls.apply(batch, weight, self, w8)
         if padding:  # only then, because a slice costs a copy in the backward pass
             y = y[:size]
         if self.bias is not None:
             y = y + self.bias if padding else y.add_(self.bias)
         return y.reshape(*x.shape[:-1], self.out_features)
-
-    def product(self, x: torch.Tensor, weight: torch.Tensor, w8: Quantized | None) -> torch.Tensor:
-        """x W^T of a matrix [B, I].
-
-        Quantizes x, and the weight if there is no `w8`, in the layouts that the backward pass will
-        need. The gradient of the weight needs x by columns, and the gradient of x needs the weight
-        by columns.
-        """
-        needs_x = x.requires_grad and torch.is_grad_enabled()
-        needs_weight = weight.requires_grad and torch.is_grad_enabled()
-        x8, x8_columns = self.in_layouts(x.detach(), self.forward_type, column_major=needs_weight)
-        if w8 is None:
-            w8, w8_columns = self.in_layouts(
-                weight.detach(), self.forward_type, column_major=needs_x
-            )
-        else:
-            w8_columns = w8
-        nothing = None, None  # in place of data and scale that no gradient needs
-        x8_columns = x8_columns if needs_weight else nothing
-        w8_columns = w8_columns if needs_x else nothing
-        return _Float8Matmuls.apply(x, weight, self, *x8, *w8, *x8_columns, *w8_columns)
 
     def held(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """`forward` as a function that has quantized the weight once, now.
