@@ -93,22 +93,20 @@ def pretrained(setting: Setting, seeds: list[int]) -> tuple[Policies, Permutatio
     prompt = torch.arange(setting.batch) % setting.prompts
     needed = setting.start ** (1 / setting.length)
     finished: list[dict | None] = [None] * len(seeds)
-    for update in range(MOST_PRETRAINING):
+    for update in range(MOST_PRETRAINING + 1):
         uniforms = random_numbers(seeds, "starts", update, length, setting.batch)
         tokens, _ = policies.write(prompt, uniforms)
         right_logp = right_log_probs(policies, task, tokens, prompt)
         success = right_logp.detach().exp().mean((0, 2))
         for i, probability in enumerate(success.tolist()):
-            if finished[i] is None and probability >= needed:
+            ends = probability >= needed or update == MOST_PRETRAINING
+            if finished[i] is None and ends:
                 finished[i] = {k: p.detach()[i].clone() for k, p in policies.parameters.items()}
         if all(finished):
             break
         optimizer.zero_grad()
         (-right_logp.mean((0, 2)).sum()).backward()
         optimizer.step()
-    for i, policy in enumerate(finished):
-        if policy is None:
-            finished[i] = {k: p.detach()[i] for k, p in policies.parameters.items()}
     stacked = {k: torch.stack([policy[k] for policy in finished]) for k in policies.parameters}
     return type(policies)(stacked), task
 
@@ -157,18 +155,17 @@ class Laboratory:
         self.policies = policies.repeated(len(arms))
         self.task = task.repeated(len(arms))
         self.prompt = torch.arange(setting.batch) % setting.prompts
-        actor_formats = []
-        learner_formats = []
-        for arm in self.arms:
-            actor_formats += [arm.format] * len(seeds)
-            learner_format = arm.format if arm.correction == "one_precision" else "fp32"
-            learner_formats += [learner_format] * len(seeds)
-        self.actor_rounding = Rounding(actor_formats)
-        self.learner_rounding = Rounding(learner_formats)
+        self.actor_rounding = Rounding([arm.format for arm in arms for _ in seeds])
+        self.learner_rounding = Rounding(
+            [
+                arm.format if arm.correction == "one_precision" else "fp32"
+                for arm in arms
+                for _ in seeds
+            ]
+        )
         self.actor_top_p = None  # of each policy, [S], if any arm samples by top-p
-        if any(arm.top_p < 1 for arm in self.arms):
-            top_p = torch.tensor([arm.top_p for arm in self.arms])
-            self.actor_top_p = top_p.repeat_interleave(len(seeds))
+        if any(arm.top_p < 1 for arm in arms):
+            self.actor_top_p = torch.tensor([arm.top_p for arm in arms for _ in seeds])
         parameters = list(self.policies.parameters.values())
         self.optimizer = torch.optim.Adam(parameters, setting.learning_rate)
         self.iteration = 0
@@ -203,7 +200,10 @@ class Laboratory:
         self.actor_rewards.append(self.by_prompt(reward))
         advantage = self.advantage(reward)
         first_logp = None
-        minibatches = self.minibatches()
+        batch = self.setting.batch
+        size = batch // self.setting.minibatches
+        # Which sequences of the rollout each update learns from
+        minibatches = [slice(i, i + size) for i in range(0, batch, size)]
         if len(minibatches) > 1:
             with torch.no_grad():
                 first_logp = self.policies.log_probs(tokens, self.prompt, self.learner_rounding)
@@ -222,11 +222,6 @@ class Laboratory:
             self.optimizer.step()
         self.rollout_log_ratio = first_logp - actor_logp
         self.iteration += 1
-
-    def minibatches(self) -> list[slice]:
-        """Which sequences of a rollout each update learns from."""
-        size = self.setting.batch // self.setting.minibatches
-        return [slice(i, i + size) for i in range(0, self.setting.batch, size)]
 
     def gradient_factors(self, logp, first_logp, actor_logp, advantage) -> torch.Tensor:
         """The factor of each token's gradient, [T, S, B], by the correction of each arm."""
