@@ -285,12 +285,10 @@ def convert_linears(
         if isinstance(layer, nn.Linear):
             parent = model.get_submodule(name.rpartition(".")[0])
             reasons[name] = why_not_float8(layer, parent)
-    for name, reason in reasons.items():
-        if reason is None:
-            layer = model.get_submodule(name)
-            layer.__class__ = Float8Linear
-            layer.forward_type = forward
-            layer.backward_type = backward
+            if reasons[name] is None:
+                layer.__class__ = Float8Linear
+                layer.forward_type = forward
+                layer.backward_type = backward
     return reasons
 
 

@@ -321,7 +321,7 @@ def loss_parts(
     dummy = ~valid
     policy = distribution_of(rollout.action)(outputs[:-1])
     action = executed_actions(rollout, valid)
-    logp = policy.log_prob(action).masked_fill(dummy, 0)
+    logp = policy.log_prob(action).masked_fill_(dummy, 0)
     now = logp.detach()
     own_rows = _sum(valid.float())
     log_ratios = (now - rollout.behavior_logp).masked_fill_(dummy, 0)
@@ -350,7 +350,7 @@ def loss_parts(
     # The policy loss has no factor rho, because V-trace's min(1, rho) is in the advantage.
     # A row without advantage adds 0, also where its action is impossible by now and logp is -inf.
     of_rows = (logp * advantage).masked_fill(advantage == _ZERO, 0)
-    error = (values[:-1] - target).masked_fill(dummy, 0)
+    error = (values[:-1] - target).masked_fill_(dummy, 0)
     policy_loss = -_sum(of_rows) / all_rows
     value_loss = _HALF * _sum(error * error) / all_rows
     entropy = _sum(policy.entropy().masked_fill(dummy, 0)) / all_rows
