@@ -34,7 +34,6 @@ import torch
 from torch import nn
 
 from . import fp8
-from .constants import constant
 
 # GradScaler's default, 2000, is more steps than a run of the cart takes, so the scale would never
 # grow.
@@ -108,9 +107,6 @@ def float32_matmuls(device="cpu", tf32: bool = False):
         matmuls.fp32_precision = before
 
 
-_EPS = constant(1e-6)
-
-
 def clip_gradients(parameters: list[nn.Parameter], max_norm) -> torch.Tensor:
     """Scales the gradients of parameters on one device so that their L2 norm together is at most
     `max_norm`, a number or a tensor.
@@ -122,7 +118,7 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm) -> torch.Tensor:
     if joint is None:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
     norm = torch.linalg.vector_norm(joint)
-    joint.mul_((max_norm * (norm + _EPS).reciprocal()).clamp(max=1))
+    joint.mul_((max_norm * (norm + 1e-6).reciprocal()).clamp(max=1))
     return norm
 
 
