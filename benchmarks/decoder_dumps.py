@@ -659,6 +659,13 @@ class Recipe(NamedTuple):
     has_advantages: bool = False
     models: tuple[str, ...] = tuple(MODELS)
 
+    @property
+    def settings(self) -> str:
+        """What else tells two programs from others: the learner's temperature and softmax, and the
+        actor's cache."""
+        options = self.scoring | self.sampling.get("cache_config", {})
+        return str({x: options[x] for x in ("temperature", "is_half", "nbits") if x in options})
+
     def make(self, lab: Lab, seed: int) -> Arrays:
         """The arrays of a dump, for `mismatch`."""
         actor = lab.model(self.actor)
@@ -1460,7 +1467,7 @@ def make(folder: Path, repeats: int) -> None:
         # Two seeds for each dump: some sample twice
         arrays = recipe.make(lab, seed=1000 * lab.about["seed"] + 2 * number)
         truth = np.array(recipe.kinds or ("sound",))
-        facts = {name: getattr(recipe, name) for name in ("what", "claims", "actor", "learner")}
+        facts = {name: getattr(recipe, name) for name in ("what", "claims", *PROGRAMS)}
         np.savez_compressed(path, **arrays, truth=truth, **facts)
         print(f"{number + 1} of {len(recipes)}: {recipe.what}", flush=True)
 
@@ -1469,6 +1476,7 @@ def make(folder: Path, repeats: int) -> None:
 
 UNDECIDED = "rounding or bug"
 UNEVEN = 0.5  # sample size of sequences below which a bug that is not seen does harm
+PROGRAMS = "actor", "learner", "settings"  # dumps are of the same programs if these are the same
 ARRAYS = "learner_logp", "actor_logp", "mask", "tokens", "advantages"
 # What is given beside the log-probabilities
 GIVEN = ("all arrays", "no advantages", "no tokens", "neither")
@@ -1480,8 +1488,8 @@ class Judged(NamedTuple):
 
     `kinds`      the kinds of bug of which one should be named; empty if the dump is sound
     `is_16_bit`  whether both programs compute in the same format with 16 bits
-    `reports`    by REPORTS. The others are the first where no precision is claimed, or where there
-                 is no sound dump of the same programs.
+    `reports`    by REPORTS. The second is missing where no precision is claimed, and the third
+                 where there is no sound dump of the same programs.
     `rms`        the root mean square of the log ratios
     """
 
@@ -1502,16 +1510,15 @@ class Judged(NamedTuple):
 
 
 def judged(path: Path, sound: dict[tuple, dict], given: str) -> Judged:
-    """`sound` has the first sound dump, by what both programs compute in. If this dump is the first,
-    it is added."""
+    """`sound` has the first sound dump of each pair of programs. If this dump is the first, it is
+    added."""
     with np.load(path) as file:
         dump = dict(file)
     left_out = {"all arrays": "", "neither": "tokens advantages"}.get(given, given[3:])
     arrays = {name: dump[name] for name in ARRAYS if name in dump and name not in left_out}
     kinds = tuple(str(kind) for kind in dump["truth"] if kind != "sound")
-    claimed, *programs = (str(dump[name]) for name in ("claims", "actor", "learner"))
-    report = mismatch(**arrays)
-    reports = dict.fromkeys(REPORTS, report)
+    claimed, *programs = (str(dump[name]) for name in ("claims", *PROGRAMS))
+    reports = {REPORTS[0]: mismatch(**arrays)}
     if claimed:
         reports[REPORTS[1]] = mismatch(**arrays, precision=claimed)
     if tuple(programs) in sound:
@@ -1550,7 +1557,10 @@ def best_limit(dumps: list[Judged], numbers: list[float]) -> float:
 
 def rules_of(dumps: list[Judged]) -> dict[str, list[str]]:
     """What each way to judge says of each dump."""
-    verdicts = {name: [x.reports[name].verdict for x in dumps] for name in REPORTS}
+    verdicts = {
+        name: [x.reports[name].verdict if name in x.reports else "" for x in dumps]
+        for name in REPORTS
+    }
     k3 = [x.report.numbers.kl_k3 for x in dumps]
     rms = [x.rms for x in dumps]
     of_nemo = [x.report.numbers.token_mult_prob_error for x in dumps]
@@ -1573,14 +1583,15 @@ def summary(dumps: list[Judged]) -> str:
     uneven = [x.kinds and x.report.numbers.sequence_sample_size < UNEVEN for x in dumps]
 
     def count(said: list[str], verdict: str, among: list[bool]) -> str:
-        chosen = [word for word, is_in in zip(said, among, strict=True) if is_in]
+        chosen = [word for word, is_in in zip(said, among, strict=True) if is_in and word]
         return f"{chosen.count(verdict)} of {len(chosen)}"
 
     rows = []
     for name, said in rules_of(dumps).items():
         right = undecided_bug = undecided_sound = "-"
         if name in REPORTS:  # the simple rules name no kind, and are never undecided
-            right = f"{sum(x.is_right(name) for x in dumps if x.kinds)} of {sum(is_bug)}"
+            bugs = [x for x in dumps if x.kinds and name in x.reports]
+            right = f"{sum(x.is_right(name) for x in bugs)} of {len(bugs)}"
             undecided_bug, undecided_sound = (count(said, UNDECIDED, x) for x in (is_bug, is_sound))
         rows.append(
             [
@@ -1645,7 +1656,7 @@ def table_of_dumps(dumps: list[Judged]) -> str:
             ", ".join(x.kinds) or "sound",
             "yes" if x.is_right(REPORTS[0]) else "no",
             f"{x.report.probability:.2f}",
-            *(verdict_of(x.reports[name]) for name in REPORTS),
+            *(verdict_of(x.reports[name]) if name in x.reports else "-" for name in REPORTS),
             f"{x.report.numbers.bits:.1f}",
             f"{x.report.numbers.sequence_sample_size:.2f}",
             f"{x.report.numbers.kl_k3:.2g}",
@@ -1682,35 +1693,58 @@ def judge(folders: list[Path], out: Path) -> None:
 def fit(folders: list[Path], out: Path) -> None:
     """Fits how likely a gap is a bug, and writes what it was fitted to.
 
-    Logistic regression in `evidence_of`, in which bugs and sound dumps weigh the same, by Newton's
-    method with a small penalty. Each dump counts with all arrays and without tokens and advantages.
+    Once each dump counts with all arrays and without tokens and advantages, and once with what is
+    told about the programs: a precision, or a sound dump.
     """
-    rows = []
-    for folder in folders:
-        for path in sorted((folder / "dumps").glob("*.npz")):
-            with np.load(path) as file:
-                dump = dict(file)
-            for left_out in ((), ("tokens", "advantages")):
-                arrays = {x: dump[x] for x in ARRAYS if x in dump and x not in left_out}
-                gap, fillers = without_fillers(Examined(**vars(gap_of(**arrays))))
-                symptoms = symptoms_of(gap)
-                if fillers is None and symptoms:
-                    is_bug = float(str(dump["truth"][0]) != "sound")
-                    rows.append({"is_bug": is_bug, **evidence_of(gap, symptoms)})
-    y = np.array([row["is_bug"] for row in rows])
-    x = np.array([[value for name, value in row.items() if name != "is_bug"] for row in rows])
-    weight = np.where(y == 1, 0.5 / y.mean(), 0.5 / (1 - y.mean()))
-    penalty = np.diag([0.0] + [1.0] * (x.shape[1] - 1))
-    fitted = np.zeros(x.shape[1])
-    for _ in range(50):
-        probability = 1 / (1 + np.exp(-x @ fitted))
-        slope = x.T @ (weight * (y - probability)) - penalty @ fitted
-        bend = (x * (weight * probability * (1 - probability))[:, None]).T @ x + penalty
-        fitted = fitted + np.linalg.solve(bend, slope)
+    rows = [row for folder in folders for row in evidence_in(folder)]
     short = [{name: f"{value:.4g}" for name, value in row.items()} for row in rows]
     Journal(out, list(rows[0])).add(*short)
-    for name, value in zip([name for name in rows[0] if name != "is_bug"], fitted, strict=True):
-        print(f'    "{name}": {value:.3f},')
+    pairs = zip(
+        *(fitted([x for x in rows if x["is_told"] == told]) for told in (0, 1)), strict=True
+    )
+    for name, (plain, told) in zip([*rows[0]][2:], pairs, strict=True):
+        print(f'    "{name}": ({plain:.3f}, {told:.3f}),')
+
+
+def evidence_in(folder: Path) -> Iterator[dict[str, float]]:
+    """The evidence of each dump of a folder: whether it is a bug, what is told, and `evidence_of`."""
+    sound = {}
+    for path in sorted((folder / "dumps").glob("*.npz")):
+        with np.load(path) as file:
+            dump = dict(file)
+        arrays = {x: dump[x] for x in ARRAYS if x in dump}
+        fewer = {x: arrays[x] for x in arrays if x not in ("tokens", "advantages")}
+        programs = tuple(str(dump[name]) for name in PROGRAMS)
+        is_bug = str(dump["truth"][0]) != "sound"
+        given = [(arrays, {}), (fewer, {})]
+        if str(dump["claims"]):
+            given.append((arrays, {"precision": str(dump["claims"])}))
+        if programs in sound:
+            given.append((arrays, {"sound": sound[programs]}))
+        elif not is_bug:
+            sound[programs], _ = without_fillers(Examined(**vars(gap_of(**arrays))))
+        for some, told in given:
+            gap, fillers = without_fillers(Examined(**vars(gap_of(**some)), **told))
+            symptoms = symptoms_of(gap)
+            if fillers is None and symptoms:
+                facts = {"is_bug": float(is_bug), "is_told": float(bool(told))}
+                yield facts | evidence_of(gap, symptoms)
+
+
+def fitted(rows: list[dict[str, float]]) -> np.ndarray:
+    """Logistic regression in `evidence_of`, in which bugs and sound dumps weigh the same, by
+    Newton's method with a small penalty."""
+    y = np.array([row["is_bug"] for row in rows])
+    x = np.array([list(row.values())[2:] for row in rows])
+    weight = np.where(y == 1, 0.5 / y.mean(), 0.5 / (1 - y.mean()))
+    penalty = np.diag([0.0] + [1.0] * (x.shape[1] - 1))
+    weights = np.zeros(x.shape[1])
+    for _ in range(50):
+        probability = 1 / (1 + np.exp(-x @ weights))
+        slope = x.T @ (weight * (y - probability)) - penalty @ weights
+        bend = (x * (weight * probability * (1 - probability))[:, None]).T @ x + penalty
+        weights = weights + np.linalg.solve(bend, slope)
+    return weights
 
 
 def main(words: list[str] | None = None) -> None:

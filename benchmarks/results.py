@@ -44,7 +44,6 @@ COMMANDS = {
     # Does FP8 learn as float32 does, on which tasks?
     "tasks": "python benchmarks/tasks.py benchmarks/results/tasks.md",
     "study": f"python -m fp8rl study {STUDY} --out build/study --overwrite",
-    "film": "python benchmarks/film.py benchmarks/results",
     # Can one foresee what few bits cost?
     "rates_predicted": "python benchmarks/law.py predict benchmarks/results/rates_predicted.csv",
     "rates_measured": "python benchmarks/law.py measure benchmarks/results/rates_measured.csv",

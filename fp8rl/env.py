@@ -127,7 +127,9 @@ class TensorEnv(TensorState):
         self._max_steps = constant(self.max_steps, torch.int32)
         # On the device, because `torch.where` would copy a number there at every call.
         self._no_reward = torch.zeros((), dtype=torch.float32, device=self.device)
-        self.state = start[:, : self.state_size]
+        # A copy, because a task's `start` may return an expanded tensor, which has one number in
+        # memory for many entries and cannot be written to.
+        self.state = start[:, : self.state_size].clone()
         self.obs = self._observe(start)
         self.elapsed = torch.zeros(self.num_envs, dtype=torch.int32, device=self.device)
         self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
@@ -181,13 +183,6 @@ class TensorEnv(TensorState):
             return obs
         return torch.cat((obs, start[:, self.state_size :]), dim=-1)
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        # A task's `start` may return an expanded tensor, which has one number in memory for many
-        # entries and cannot be written to.
-        for name in self.NAMES:
-            setattr(self, name, torch.empty_like(getattr(self, name)))
-        super().load_state_dict(state)
-
     def close(self) -> None:
         """Does nothing: there are no processes or files to close."""
 
@@ -196,7 +191,7 @@ class Cart(TensorEnv):
     """N carts, with the options in the module's docstring.
 
     Position and velocity start uniformly within `start_noise` of 0: one number for all, or float32
-    [N]. Raises ValueError for `start_noise` outside [0, 1] or negative `extra_features`.
+    [N].
     """
 
     num_actions = 2
@@ -213,10 +208,6 @@ class Cart(TensorEnv):
         hide_velocity=False,
         purpose="starts",
     ):
-        if not isinstance(start_noise, torch.Tensor) and not 0 <= start_noise <= 1:
-            raise ValueError(f"start_noise is {start_noise}: use a number from 0 to 1")
-        if extra_features < 0:
-            raise ValueError(f"extra_features is {extra_features}: use 0 or more")
         self.start_noise = start_noise
         self.channels = extra_features
         self.hide_velocity = hide_velocity

@@ -45,26 +45,12 @@ def play(policy: Callable, env) -> np.ndarray:
     return returns.cpu().numpy()
 
 
-def policy_of(
-    model, env, precision: Precision | None = None, greedy: bool = True, seed: int = 0
-) -> Callable:
+def policy_of(model, env, greedy: bool = True, seed: int = 0) -> Callable:
     """A network as the policy of one episode in each environment, to be called once a step.
 
     The policy maps observations float32 [N, F] to actions, which are greedy, or sampled with the
-    random numbers of `seed`. A `precision` of None is fp32 on the CPU.
+    random numbers of `seed`. It computes in the precision that its caller has entered.
     """
-    precision = precision or Precision("fp32")
-    policy = steps_of(model, env, greedy, seed)
-
-    def in_precision(obs: torch.Tensor) -> torch.Tensor:
-        with precision.autocast():
-            return policy(obs)
-
-    return in_precision
-
-
-def steps_of(model, env, greedy: bool, seed: int) -> Callable:
-    """Like `policy_of`, for a caller that has entered a precision."""
     state = None
     steps = itertools.count()
 
@@ -84,13 +70,12 @@ def evaluate(
 ) -> np.ndarray:
     """Plays one episode in each of N newly created environments with a network's policy.
 
-    Gives the returns, float32 [N]. The arguments are those of `policy_of`. It computes as
-    `policy_of` does, but casts or rounds the weights only once.
+    Gives the returns, float32 [N]. The arguments are those of `policy_of`; a `precision` of None is
+    fp32 on the CPU.
     """
     precision = precision or Precision("fp32")
     with torch.no_grad(), precision.autocast():
-        policy = steps_of(model.acting(), env, greedy, seed)
-        return play(policy, env)
+        return play(policy_of(model.acting(), env, greedy, seed), env)
 
 
 class Evaluator:

@@ -9,8 +9,6 @@ import torch
 LOSS_TERMS = ("loss", "policy_loss", "value_loss", "entropy")
 # Other means over the rows of a batch, of which each process has a part as well.
 ROW_MEANS = ("mean_ratio", "k3", "clip_fraction")
-# Columns that checkpoints of earlier versions have under another name.
-EARLIER_NAMES = {"clipped_share": "clip_fraction"}
 
 
 class History:
@@ -111,8 +109,8 @@ class History:
 
 
 def columns_of(state: dict) -> dict[str, torch.Tensor]:
-    """The columns in the state of a history, by the names that they have today."""
-    return {EARLIER_NAMES.get(name, name): x for name, x in state.items() if name != "failures"}
+    """The columns in the state of a history."""
+    return {name: x for name, x in state.items() if name != "failures"}
 
 
 def summarize(updates: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

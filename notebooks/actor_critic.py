@@ -159,11 +159,11 @@ def standardized(advantage, valid):
 
 
 def loss_of(policy, logp, value, push, target, valid):
-    """The loss and the entropy, means over valid rows. `push` is each action's weight."""
+    """The loss, a mean over valid rows. `push` is each action's weight."""
     actor_loss = -(logp * push)[valid].mean()
     critic_loss = (value[:-1] - target)[valid].square().mean()
     entropy = policy.entropy()[valid].mean()
-    return actor_loss + 0.5 * critic_loss - 0.01 * entropy, entropy
+    return actor_loss + 0.5 * critic_loss - 0.01 * entropy
 
 
 def update(agent, loss):
@@ -182,21 +182,19 @@ def train(agent, learn, steps, seed):
     for iteration in range(1, 1 + steps // (LENGTH * NUM_ENVS)):
         rollout = carts.collect(agent)
         row = learn(agent, rollout)
-        mean = np.mean(carts.returns) if carts.returns else np.nan
+        row["steps"] = iteration * LENGTH * NUM_ENVS
+        row["return"] = np.mean(carts.returns) if carts.returns else np.nan
+        row["loss_scale"] = agent.scaler.get_scale()
         carts.returns.clear()
-        row |= {"steps": iteration * LENGTH * NUM_ENVS, "return": mean}
-        history.append(row | {"loss_scale": agent.scaler.get_scale()})
+        history.append(row)
     return history
 
 
-def column(history, name):
-    return np.array([row[name] for row in history], float)
-
-
-def smooth(history, width=16):
-    """Steps, and the mean return of the last `width` iterations."""
-    windows = np.lib.stride_tricks.sliding_window_view(column(history, "return"), width)
-    return column(history, "steps")[width - 1 :], np.nanmean(windows, axis=1)
+def smooth(history, name="return", width=16):
+    """Steps, and the mean of a column over the last `width` iterations."""
+    column = np.array([row[name] for row in history], float)
+    windows = np.lib.stride_tricks.sliding_window_view(column, width)
+    return [row["steps"] for row in history[width - 1 :]], np.nanmean(windows, axis=1)
 
 
 class Ring:
@@ -222,6 +220,7 @@ class Ring:
     def sample(self, count, length):
         """`count` slices of `length` steps, side by side as a Rollout [length, count]."""
         oldest = self.write - self.stored  # may be negative
+        # The last step of a slice is in row write - 1 at most.
         first = oldest + torch.randint(self.stored - length + 1, (count,))
         row = (first + torch.arange(length + 1).unsqueeze(1)) % self.rows  # [length + 1, count]
         cart = torch.randint(NUM_ENVS, (count,))
@@ -233,15 +232,15 @@ REPLAYED = 4  # updates on drawn steps, after each rollout
 BATCH = 1_024  # steps in a drawn batch
 
 
-def replay(update, slice_length, ring=None):
+def replay(one_update, slice_length):
     """A learning step for `train`: an update on the rollout, then updates on drawn slices."""
-    ring = ring or Ring()
+    ring = Ring()
 
     def learn(agent, rollout):
         ring.append(rollout)
-        row = update(agent, rollout)
+        row = one_update(agent, rollout)
         for _ in range(REPLAYED):
-            row = update(agent, ring.sample(BATCH // slice_length, slice_length))
+            row = one_update(agent, ring.sample(BATCH // slice_length, slice_length))
         return row
 
     return learn
@@ -275,19 +274,16 @@ def corrected_update(agent, batch, ratio=True, clip=0.2):
     step_weight = policy_ratio.clamp(max=1) if ratio else torch.ones_like(policy_ratio)
     unweighted, advantage = vtrace(batch, value.detach(), step_weight)
     push = step_weight * standardized(unweighted, batch.valid)
-    dropped = torch.zeros_like(batch.valid)
     if clip is not None:
         dropped = outside_clip(push, policy_ratio, clip)
+    else:
+        dropped = torch.zeros_like(batch.valid)
     push = torch.where(dropped, 0, push)
     target = advantage + value[:-1].detach()
-    loss, entropy = loss_of(policy, logp, value, push, target, batch.valid)
+    loss = loss_of(policy, logp, value, push, target, batch.valid)
     update(agent, loss)
     clip_fraction = dropped[batch.valid].float().mean()
-    return {
-        "loss": loss.item(),
-        "entropy": entropy.item(),
-        "clip_fraction": clip_fraction.item(),
-    }
+    return {"loss": loss.item(), "clip_fraction": clip_fraction.item()}
 
 
 def main(arguments=None):

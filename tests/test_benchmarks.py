@@ -20,7 +20,6 @@ import arms
 import breakage_map
 import characters
 import decoder_dumps
-import film
 import law
 import matplotlib.pyplot as plt
 import noise_dumps
@@ -368,12 +367,6 @@ SMOKE = {
         },
         [["tasks.md", "--only", tasks.CART, tasks.CARTPOLE, "LunarLander-v3"]],
         prepare=short_tasks,
-    ),
-    "film": Smoke(
-        film,
-        {"film.gif": [], "curves.png": []},
-        [Path()],
-        {"Config": config_class(**SHORT), "SEEDS": range(5000, 5001), "FRAMES": 2},
     ),
     "characters": Smoke(
         characters,

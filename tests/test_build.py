@@ -55,7 +55,7 @@ REFUSED = [  # fields of a config, of a machine, the number of processes, and th
     ({"precision": "tf32"}, {}, 0, "precision is 'tf32' .*: choose from fp32"),
     ({"collect_precision": "tf32"}, {}, 0, "collect_precision is 'tf32' .*: choose from fp32"),
     ({"codec": "fp4"}, {}, 0, "codec is 'fp4': choose from fp32"),
-    ({"env_id": "CartPole-v1"}, {"vectorization": "threads"}, 0, "vectorization is 'threads'"),
+    ({"env_id": "CartPole-v1"}, {"vectorization": "threads"}, 0, "vectorization is threads"),
 ]
 
 

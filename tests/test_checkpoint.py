@@ -10,7 +10,6 @@ from helpers import SHORT, after, refused
 from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
-from fp8rl.model import ActorCritic
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +88,6 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_says_so(when, path, run, mo
     assert path.read_bytes() == before and [*path.parent.iterdir()] == [path]
 
 
-def with_part(**changes):
-    """Writes the checkpoint again with parts of its state changed."""
-    return lambda path, content: torch.save({**content, "run": {**content["run"], **changes}}, path)
-
-
 def with_config(**changes):
     """Writes the checkpoint again with fields of its config changed."""
 
@@ -103,7 +97,6 @@ def with_config(**changes):
     return change
 
 
-OTHER = ActorCritic(hidden_size=32).state_dict() | {"actor.weight": torch.zeros(2, 5)}
 REFUSED = {  # what becomes of the file, and what the error names
     "cut short": (lambda path, _: os.truncate(path, 1000), "cannot be read"),
     "a pickle": (lambda path, _: path.write_bytes(pickle.dumps(Hostile(), 2)), "cannot be read"),
@@ -116,14 +109,9 @@ REFUSED = {  # what becomes of the file, and what the error names
         lambda path, content: torch.save({**content, "format": "fp8rl-3"}, path),
         "is of format 'fp8rl-3', and this version of fp8rl reads 'fp8rl-10'",
     ),
-    "without a config": (
-        lambda path, content: torch.save({"format": content["format"]}, path),
-        "does not fit this version's config",
-    ),
     "of an unknown field": (with_config(none=1), ": config has the field 'none'"),
     "of a wrong field": (with_config(gamma=7.0), ": gamma is 7.0"),
     "of a module": (with_config(env_id="payload:Foo-v0"), " has env_id 'payload:Foo-v0'"),
-    "another network's": (with_part(model=OTHER), "does not fit this version's network"),
 }
 
 

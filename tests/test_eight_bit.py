@@ -68,7 +68,7 @@ def test_a_trained_run_acts_and_its_checkpoint_loads_as_float32(fields, tmp_path
         assert torch.equal(one, other)
 
 
-def test_a_state_that_misses_a_part_is_refused(tmp_path):
+def test_a_state_that_misses_a_part_is_refused():
     config = small(normalize_obs=True, **SMALL, formats="weights=e4m3")
     # The weights come from the optimizer's state, so that the network's is not loaded strictly.
     without_statistics = after(1, build(config)).state_dict()
@@ -77,10 +77,6 @@ def test_a_state_that_misses_a_part_is_refused(tmp_path):
     many_scales["optimizer"]["state"][0]["weights_scale"] = torch.ones(64)
     for state in (without_statistics, many_scales):
         refused("the state does not fit the config", build, config, state=state)
-    fields = dataclasses.asdict(config)
-    content = {"format": checkpoint.FORMAT, "config": fields, "run": many_scales}
-    torch.save(content, tmp_path / "a.pt")
-    refused("checkpoint .* does not fit", checkpoint.load, tmp_path / "a.pt")
 
 
 def test_the_command_line(tmp_path, capsys):

@@ -70,6 +70,7 @@ def test_an_evaluation_plays_the_policy_bit_for_bit(kind, greedy, name):
         model.actor.weight.mul_(100)  # a policy that prefers one action
         model.add_observations(torch.randn(50, 2), lambda tensors: tensors)
         model.update_statistics()
-    expected = play(policy_of(model, other, precision, greedy, seed=5), other)
+    with precision.autocast():
+        expected = play(policy_of(model, other, greedy, seed=5), other)
     assert np.array_equal(evaluate(model, env, precision, greedy, seed=5), expected)
     assert len(set(expected)) > 1 and not env.obs.is_inference()

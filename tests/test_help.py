@@ -20,9 +20,9 @@ CLONE = Path(fp8rl.__file__).parent.parent
 COMMANDS = {
     "train": (
         (Config, Machine),
-        "out resume overwrite trust eight_bit checkpoint_every checkpoint_ring tensorboard",
+        "out resume overwrite trust eight_bit checkpoint_every checkpoint_ring",
     ),
-    "eval": ((), "episodes greedy seed precision film overwrite trust json"),
+    "eval": ((), "episodes greedy seed precision trust json"),
     "study": ((Comparison,), "out learning_rate overwrite scheduler workers"),
     "memory": ((Config, Machine), "layout json"),
 }

@@ -1,6 +1,5 @@
 """Studies that are stopped and go on, and studies that grow: what is kept, and what is trained."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from helpers import (
     SIZED,
     assert_same_histories,
     refusal,
-    refused,
     run_cli,
     small,
     wait_until,
@@ -21,7 +19,6 @@ from helpers import (
 )
 
 from fp8rl.config import Config
-from fp8rl.disk.run_folder import read_mark
 from fp8rl.study import batch_file, comparison, parallel
 from fp8rl.study.batch_file import BatchFile
 
@@ -46,7 +43,6 @@ BATCHES = {
     ),
     "alone with a memory": [small(**SHORT, seed=6, encoder="gru", hide_velocity=True)],
 }
-CART = agents()
 
 
 def each_of(configs: list[Config]):
@@ -75,15 +71,6 @@ def test_a_batch_that_is_killed_twice_goes_on_bit_for_bit(name, tmp_path, monkey
                 parallel.train_batch(each_of(configs), configs, 0, tmp_path)
     assert lengths == [1, 2, 3, 4] and len(list(tmp_path.iterdir())) == 1
     assert_same_histories(parallel.train_batch(each_of(configs), configs, 0, tmp_path), whole)
-
-
-def test_a_file_that_is_not_of_the_batch_is_refused_in_one_line(tmp_path):
-    file = BatchFile(tmp_path, CART)
-    other = BatchFile(tmp_path, CART[:2])
-    other.save(other.built(alone=False))
-    other.path.rename(file.path)
-    message = rf"{file.path.name} cannot be continued \(checkpoint .* is of other agents\): delete"
-    refused(message, file.built, alone=False)
 
 
 # Studies that are stopped
@@ -164,23 +151,21 @@ def test_a_study_goes_on_with_its_workers(tmp_path, monkeypatch, one_process):
         return train_batch(each, configs, *others)
 
     monkeypatch.setattr(parallel, "train_batch", noted)
-    run_cli(*QUICK, "--seeds", 3, "--out", out)
+    run_cli(*QUICK, "--seeds", 3, "--workers", 3, "--out", out)
     assert [len(batch) for batch in batches] == [2] * 3
     assert without_seconds(out / "results.csv") == results
     assert len(journal.read_text().splitlines()) == 6  # what was there is not trained again
 
 
-def test_a_study_of_other_options_or_with_a_forged_mark_is_refused(tmp_path, one_process, capsys):
+def test_a_study_of_other_options_is_refused(tmp_path, one_process, capsys):
     out = tmp_path / "a"
     run_cli(*QUICK, "--seeds", 2, "--workers", 1, "--out", out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
+    same = ["--workers", 1]
     for said, *options in (
-        ("precisions is ['fp32', 'bf16'] there and ['fp32'] here", "--precisions", "fp32"),
+        ("precisions is ['fp32', 'bf16'] there and ['fp32'] here", "--precisions", "fp32", *same),
         ("workers is 1 there and 2 here", "--workers", 2),
     ):
         refusal_of = refusal(capsys, *QUICK, "--seeds", 2, "--out", out, *options)
         assert refusal_of.startswith(f"out is {out}, which holds another study ({said})")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    mark = {"command": "study", "options": read_mark(out)["options"] | {"workers": "x"}}
-    (out / ".fp8rl").write_text(json.dumps(mark))
-    refusal(capsys, *QUICK, "--seeds", 2, "--out", out)

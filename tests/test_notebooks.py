@@ -146,7 +146,7 @@ def test_sections_1_to_5_run_without_the_package(without_package):
     names["STEPS"] = 8_192
     for cell in cells:
         exec(cell, names)
-    assert names["no_replay"] and "study" not in names
+    assert names["arms"] and "study" not in names
 
 
 def test_script_is_what_the_notebook_has():

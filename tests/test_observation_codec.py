@@ -57,4 +57,3 @@ def test_what_cannot_be_stored_is_refused():
     ):
         refused("codec is 'int8' and feature 1 has bounds", Codec, "int8", *bounds)
     refused("codec is 'fp32' and feature 1", Codec, "fp32", [0.0, 0.0], [1.0, math.nan])
-    refused("low has 1 bounds and high 2", Codec, "fp32", [0.0], [1.0, 1.0])

@@ -109,16 +109,15 @@ def test_a_task_is_one_class(tmp_path, monkeypatch):
     assert checkpoint.resume(tmp_path / "a.pt", trust=True)[0] == config
 
 
-class OneAction(Lqr):
+class ManyActions(Lqr):
     distribution = Categorical
+    num_actions = 257
 
 
 REFUSED = {
     "env_id is 'no_such": {"env_id": "no_such_module:Task"},
     "env_id is .*NoSuchTask": {"env_id": "fp8rl.tasks.lqr:NoSuchTask"},
-    "env_id is .*Single": {"env_id": "fp8rl.tasks.custom_env:Single"},
-    "env_id is .*TensorEnv": {"env_id": "fp8rl.env:TensorEnv"},
-    "env_id is .*OneAction": {"env_id": f"{__name__}:OneAction"},
+    "env_id is .*ManyActions', .* 257 actions": {"env_id": f"{__name__}:ManyActions"},
     ".*no layer can run in FP8": {"precision": "fp8", "layers": 1},
     ".*no layer can run in FP8.*": {"precision": "fp8", "hidden_size": 40},
     "layers is 1: use at least 2 with encoder gru": {"encoder": "gru", "layers": 1},

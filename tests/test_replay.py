@@ -127,18 +127,3 @@ def test_values_out_of_range_are_counted_and_clipped(codec):
         rollout.obs[0] = far  # the observation between two rollouts counts once
     assert ring.clipped.tolist() == [4, 4]
     assert ring.sample(1, 8).obs[1, 0, 1] == pytest.approx(LARGEST[codec], rel=1e-6)
-
-
-def test_a_state_holds_nothing_that_was_never_written(monkeypatch):
-    """Memory starts with anything in it, also NaN; a checkpoint of it would differ from one of the
-    same numbers."""
-    monkeypatch.setattr(
-        torch, "empty", lambda *args, empty=torch.empty, **kwargs: empty(*args, **kwargs).fill_(77)
-    )
-    ring = ring_of(12, 2, WIDE)
-    for clock in (0, 5, 10, 15):  # the last two wrap around
-        ring.append(coded(clock, 5, 2))
-        state = ring.state_dict()
-        for name in ring.fields.keys() - {"obs"}:
-            assert not state[name][:, ring.count % ring.rows].any(), name
-        assert state["obs"][0, ring.count % ring.rows].tolist() == [clock + 5, 0]

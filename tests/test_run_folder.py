@@ -7,10 +7,10 @@ import time
 
 import pytest
 import torch
-from helpers import PATIENCE, SIZED, cli_into, forked, refusal, refused, run_cli, without_seconds
+from helpers import PATIENCE, SIZED, cli_into, forked, refusal, run_cli, without_seconds
 
 from fp8rl.disk import checkpoint
-from fp8rl.disk.run_folder import MARK, Folder
+from fp8rl.disk.run_folder import Folder
 from fp8rl.disk.safe_files import write_whole
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -37,6 +37,14 @@ def ended(process, number: int) -> int | None:
     os.kill(process.pid, number)
     process.join(PATIENCE)
     return process.exitcode
+
+
+def test_a_link_in_place_of_the_temporary_file_is_not_followed(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    (tmp_path / "a.tmp").symlink_to(precious)
+    write_whole(tmp_path / "a", lambda file: file.write(b"whole"))
+    assert precious.read_text() == "precious" and (tmp_path / "a").read_bytes() == b"whole"
 
 
 # Tests that fork go to one worker, because the server that forks takes long to start.
@@ -81,24 +89,10 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(number, tmp_path, w
 
 def test_a_run_that_still_runs_is_neither_resumed_nor_replaced(tmp_path, capsys):
     with Folder.create(tmp_path, "train", {}) as folder:
-        folder.write("config.json", "{}")
+        folder.write("checkpoint.pt", "")
         for options in (["--resume", tmp_path], ["--out", tmp_path, "--overwrite", *SIZED]):
             said = refusal(capsys, "train", *options)
             assert said.startswith(f"out is {tmp_path}, where another process is writing")
-
-
-def test_no_link_is_followed_out_of_the_folder(tmp_path):
-    precious = tmp_path / "precious"
-    precious.write_text("precious")
-    out = tmp_path / "a"
-    out.mkdir()
-    for name in (MARK, "config.json"):
-        (out / name).symlink_to(precious)
-    refused(".* is a symbolic link", Folder, out, error=OSError)
-    (out / MARK).unlink()
-    with Folder(out) as folder:
-        folder.write("config.json", "ours")
-    assert not (out / "config.json").is_symlink() and precious.read_text() == "precious"
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
@@ -112,14 +106,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_whole(path, fails)
     assert path.read_bytes() == b"whole" and [*tmp_path.iterdir()] == [path]
-
-
-def test_a_link_in_place_of_the_temporary_file_is_not_followed(tmp_path):
-    precious = tmp_path / "precious"
-    precious.write_text("precious")
-    (tmp_path / "a.tmp").symlink_to(precious)
-    write_whole(tmp_path / "a", lambda file: file.write(b"whole"))
-    assert precious.read_text() == "precious" and (tmp_path / "a").read_bytes() == b"whole"
 
 
 def test_a_full_disk_is_named_with_its_path(tmp_path, monkeypatch, capsys):

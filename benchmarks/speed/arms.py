@@ -66,7 +66,7 @@ from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision, available_precisions
 from fp8rl.rollout import Collector
 from fp8rl.study import parallel
-from fp8rl.tasks.gymnasium_env import VECTORIZATIONS, GymEnv
+from fp8rl.tasks.gymnasium_env import GymEnv
 from fp8rl.train import Run, iterate
 
 SPEED = Path(__file__).parent
@@ -75,6 +75,7 @@ import scripts  # noqa: E402
 from results import ROOT, Journal, seconds_of, table_of, write_tables  # noqa: E402
 
 CORES = cores()
+VECTORIZATIONS = ("sync", "async")  # how Gymnasium steps the copies of an environment
 JOURNAL = ("table", "row", "column", "round", "value", "machine")
 SECONDS = 2.0  # that a speed is measured over
 FORMS = {

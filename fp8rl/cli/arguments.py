@@ -45,32 +45,3 @@ def given() -> set[str]:
         if word.startswith("--")
     ]
     return {word.replace("-", "_") for word in words}
-
-
-WHOLE_NUMBERS = tyro.constructors.ConstructorRegistry()
-
-
-@WHOLE_NUMBERS.primitive_rule
-def read_whole_numbers(
-    kind: tyro.constructors.PrimitiveTypeInfo,
-) -> tyro.constructors.PrimitiveConstructorSpec | None:
-    """Reads a number such as 1e6 as an int, as Config does."""
-    if kind.type is not int:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="INT",
-        instance_from_str=lambda words: whole_number(words[0]),
-        is_instance=lambda value: isinstance(value, int),
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
-def whole_number(word: str) -> int:
-    try:
-        return int(word)  # all of its digits, which a float would round
-    except ValueError:
-        number = float(word)
-    if not number.is_integer():
-        raise ValueError(f"use a whole number, not {word!r}")
-    return int(number)

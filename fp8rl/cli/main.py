@@ -10,6 +10,7 @@ import importlib
 import re
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 
@@ -18,7 +19,6 @@ import tyro
 
 from ..machine import hardware, processes
 from ..tasks.gymnasium_env import EnvironmentFailed
-from .arguments import WHOLE_NUMBERS
 
 # The module in this folder, and the function in it, of each command. Imports take longer than a
 # short training, so a command that argv names is imported alone. (The help of all commands, and the
@@ -51,14 +51,13 @@ def run_command() -> None:
     name = arguments[0]
     if name in COMMANDS:
         command = import_command(name)
-        tyro.cli(command, prog=f"{PROGRAM} {name}", args=arguments[1:], registry=WHOLE_NUMBERS)
+        tyro.cli(command, prog=f"{PROGRAM} {name}", args=arguments[1:])
         return
     tyro.extras.subcommand_cli_from_dict(
         {name: import_command(name) for name in COMMANDS},
         prog=PROGRAM,
         description=DESCRIPTION,
         args=arguments,
-        registry=WHOLE_NUMBERS,
     )
 
 
@@ -79,6 +78,8 @@ def main() -> None:
         run_command()
         return
     except (ValueError, OSError, MemoryError, FloatingPointError, EnvironmentFailed) as error:
+        if isinstance(error, EnvironmentFailed) and error.__cause__:
+            traceback.print_exception(error.__cause__)  # which names the line of its own code
         # Python's own MemoryError has no message.
         message = str(error) or "out of memory: use a smaller config, or a folder whose files fit"
     except KeyboardInterrupt:

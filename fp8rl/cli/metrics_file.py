@@ -3,7 +3,6 @@
 import csv
 
 from ..disk.run_folder import Folder
-from ..disk.safe_files import opened
 from ..history import History
 
 
@@ -23,7 +22,7 @@ class MetricsFile:
         if not rows:
             return
         path = self.folder.path / "metrics.csv"
-        with self.folder.writing(), opened(path, "a" if self.rows else "w", newline="") as file:
+        with self.folder.writing(), open(path, "a" if self.rows else "w", newline="") as file:
             writer = csv.writer(file)
             if self.rows == 0:
                 writer.writerow(history.columns)

@@ -68,8 +68,8 @@ def compare(
             Start each with one thread, as in dask worker ADDRESS --nthreads 1
             (docs/several_machines.md).
         workers: How many workers the agents are split over. The last bits of numbers depend on it.
-            By default one a core or, with a scheduler, as many as its cluster has when the study
-            begins. A study that continues keeps its number.
+            By default one a core or, with a scheduler, as many as its cluster has. A study that
+            continues must have the same number.
     """
     comparison = checked(comparison)
     if comparison.threshold is None:
@@ -85,18 +85,18 @@ def compare(
     with contextlib.ExitStack() as stack:
         cluster = None if scheduler is None else stack.enter_context(dask_cluster(scheduler))
         if workers is None:
-            workers = workers_of(out, overwrite) or (cluster.threads if cluster else cores())
-        if type(workers) is not int or workers < 1:
-            raise ValueError(f"workers is {workers!r}: use 1 or more")
+            workers = cluster.threads if cluster else cores()
+        if workers < 1:
+            raise ValueError(f"workers is {workers}: use 1 or more")
         tasks = parallel.split(list(arm_of), workers, None)
         if (shapes := len(set(map(shared, arm_of)))) > 1:
             print(f"{len(arm_of)} agents of {shapes} shapes, a batch for each")
         # What cannot be is refused before anything is written
         if cluster is None:
-            parallel.require(tasks, workers)
+            parallel.require(tasks, min(workers, cores()))
         else:
             busiest = max(cluster.threads_by_host.values())
-            cluster.submit(parallel.require, tasks, workers, busiest).result()
+            cluster.submit(parallel.require, tasks, min(workers, busiest)).result()
         options = dataclasses.asdict(comparison) | numbers | {"workers": workers}
         folder = stack.enter_context(folder_of(out, options, overwrite))
         journal = study.Journal(out / "runs.jsonl")
@@ -157,12 +157,6 @@ def arms_of(comparison: study.Comparison, numbers: dict[str, tuple]) -> dict[str
         )
         arms |= comparison.arms(suffix, **fields)
     return arms
-
-
-def workers_of(out: Path, overwrite: bool) -> int | None:
-    """The number of workers of the study in a folder that goes on, if there is one."""
-    mark = {} if overwrite else read_mark(out)
-    return mark["options"].get("workers") if mark.get("command") == "study" else None
 
 
 def in_words(value: float | None) -> str:

@@ -15,13 +15,11 @@ from ..bits.low_bit_adam import LowBitAdam
 from ..build import build
 from ..config import EIGHT_BIT, Config
 from ..disk import checkpoint
-from ..disk.run_folder import Folder, read_mark, require_free
+from ..disk.run_folder import Folder, require_free
 from ..machine import hardware, processes
-from ..tasks.gymnasium_env import EnvironmentFailed
-from ..train import Immediate, Run, iterate
+from ..train import Run, iterate
 from .arguments import ConfigOptions, MachineOptions, checked, given
 from .metrics_file import MetricsFile
-from .tensorboard_events import EventFile, require_tensorboard
 
 
 def train(
@@ -34,13 +32,13 @@ def train(
     eight_bit: bool = False,
     checkpoint_every: int | None = None,
     checkpoint_ring: bool = True,
-    tensorboard: bool = False,
 ) -> None:
     """Train one agent into a folder, or continue a run that was stopped (Ctrl-C).
 
     Args:
         config: What is learned. A resumed run keeps its own, so only --steps goes with --resume.
-        machine: Where the run computes, and how fast. A resumed run takes what is given now.
+        machine: Where the run computes, and how fast. A resumed run takes what is given now, also
+            of the last two options.
         out: Folder for config.json, metrics.csv, checkpoint.pt and reward_curve.png.
         resume: Folder of a run that was stopped, to continue from its checkpoint.
             With --steps N it goes on to N steps in all. On the CPU it gives the numbers of a run
@@ -49,12 +47,9 @@ def train(
         trust: Let a checkpoint name a module that is then imported (env_id module:Name-v0).
         eight_bit: FP8 products; eight bits for weights, Adam's moments and replayed observations.
         checkpoint_every: Iterations between checkpoints; 0 writes only one at the beginning and one
-            at the end. None: one is written every minute. A resumed run keeps this option and the
-            next two, unless they are given anew.
+            at the end. None: one is written every minute.
         checkpoint_ring: Keep the replay ring's rows in checkpoints. Without them, a resumed run
             begins with an empty ring.
-        tensorboard: Also write an events file for TensorBoard (tensorboard_events.py). Needs the
-            package tensorboard.
     """
     if out is None and resume is None:
         raise ValueError(
@@ -62,12 +57,9 @@ def train(
         )
     if out is not None and resume is not None:
         raise ValueError(f"out is {out} and resume is {resume}: give one of the two")
+    if checkpoint_every is not None and checkpoint_every < 0:
+        raise ValueError(f"checkpoint_every is {checkpoint_every}: use 0 or more")
     machine = checked(machine)
-    options = {
-        "checkpoint_every": checkpoint_every,
-        "checkpoint_ring": checkpoint_ring,
-        "tensorboard": tensorboard,
-    }
     steps = config.steps if resume and "steps" in given() else None
     config = chosen(config, bool(resume), eight_bit)
     begun = config
@@ -83,23 +75,11 @@ def train(
             begun, state = checkpoint.resume(out / "checkpoint.pt", trust)
             if isinstance(begun, list):
                 raise ValueError(f"resume is {out}, a population: train continues only single runs")
-            require_unchanged(out / "config.json", begun)
+            if first:  # which may write the file again before another rank has read it
+                require_unchanged(out / "config.json", begun)
             config = with_steps(begun, steps, state)
-            saved_options = read_mark(out).get("options", {})
-            options |= {
-                name: saved_options[name]
-                for name in options
-                if name in saved_options and name not in given()
-            }
-            # This waits until all ranks have read the mark, before rank 0 writes it again.
-            processes.all_reduce([torch.zeros(1)])
         elif first:
             require_free(out, "train", overwrite)
-        every = options["checkpoint_every"]  # of the command line, or of a mark with any text
-        if every is not None and (type(every) is not int or every < 0):
-            raise ValueError(f"checkpoint_every is {every!r}: use 0 or more")
-        if options["tensorboard"]:
-            require_tensorboard()
         # A run that cannot be built raises here, before anything is written or replaced.
         run = build(config, machine, state)
         if machine.memmap and run.ring.count:
@@ -110,14 +90,13 @@ def train(
         if first and config.steps != begun.steps:
             print(f"the run goes on to {config.steps:,} steps, not {begun.steps:,}")
         if first and not resume:
-            folder = owned.enter_context(Folder.create(out, "train", options, overwrite))
+            folder = owned.enter_context(Folder.create(out, "train", {}, overwrite))
         if not resume or config != begun:
             # Before config.json, which must not differ from the checkpoint if the run is killed.
-            checkpoint.save(out / "checkpoint.pt", run, options["checkpoint_ring"])
+            checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
         if first:
-            folder.remember("train", options)
             folder.write("config.json", config.to_json())
-        write_while_training(run, out, folder if first else None, **options)
+        write_while_training(run, out, folder if first else None, checkpoint_every, checkpoint_ring)
         clipped = processes.all_reduce([run.ring.clipped])[0].tolist()
         processes.stop()
         if first:
@@ -155,8 +134,6 @@ def with_steps(config: Config, steps: int | None, state: dict) -> Config:
     if steps is None:
         return config
     changed = dataclasses.replace(config, steps=steps)
-    if changed.iterations == config.iterations:
-        return config
     done = len(state["history"].get("iteration", ()))
     if changed.iterations <= done:
         done_steps = done * config.steps_per_iteration
@@ -197,13 +174,12 @@ def write_while_training(
     folder: Folder | None,
     checkpoint_every: int | None,
     checkpoint_ring: bool,
-    tensorboard: bool,
 ) -> None:
     """Trains a run to its end, and writes its files while it trains.
 
-    Rank 0, which owns the folder, writes metrics.csv, checkpoint.pt and perhaps TensorBoard's
-    events. After SIGINT or SIGTERM the program exits as soon as the iteration is finished and
-    saved. A second signal ends a single process at once.
+    Rank 0, which owns the folder, writes metrics.csv and checkpoint.pt. After SIGINT or SIGTERM the
+    program exits as soon as the iteration is finished and saved. A second signal ends a single
+    process at once.
     """
     rank, size = processes.rank_and_size()
     signals: list[int] = []
@@ -213,28 +189,13 @@ def write_while_training(
             raise KeyboardInterrupt
         signals.append(number)
 
-    def save_on_failure(kind: type | None, *_) -> None:
-        # If the environment fails, the agent is saved as it was before. With a graph it may have
-        # learned from the failed rollout already.
-        is_intact = kind is EnvironmentFailed or (
-            kind is ValueError and isinstance(run.launch, Immediate)
-        )
-        if is_intact and len(run.history) and size == 1:
-            checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
-
-    files = []
     saved_at = time.monotonic()
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, remember))
-        stack.push(save_on_failure)
-        # Both files begin with the rows from before the run was resumed.
         if folder:
-            files.append(MetricsFile(folder))
-        if folder and tensorboard:
-            files.append(stack.enter_context(contextlib.closing(EventFile(folder))))
-        for file in files:
-            file.write(run.history)
+            metrics = MetricsFile(folder)
+            metrics.write(run.history)  # the rows from before the run was resumed
         iterations = stack.enter_context(contextlib.closing(iterate(run, progress=rank == 0)))
         for _ in iterations:
             due = checkpoint_every is None and rank == 0 and time.monotonic() - saved_at > 60
@@ -246,8 +207,8 @@ def write_while_training(
             if due or stop:
                 checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
                 saved_at = time.monotonic()
-            for file in files:
-                file.write(run.recorded)  # with a graph, not all rows are read yet
+            if folder:
+                metrics.write(run.recorded)  # with a graph, not all rows are read yet
             if stop:
                 break
     if len(run.history) < run.config.iterations:

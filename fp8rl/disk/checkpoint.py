@@ -61,27 +61,22 @@ def load(path: str | Path, trust: bool = False, **changes) -> tuple[ActorCritic,
 
     `changes` are fields of the config that are replaced, such as a precision that this machine has.
     `trust` lets an env_id such as "module:Name-v0" import a module. Raises FileNotFoundError, and
-    ValueError for a file that is damaged or does not fit.
+    ValueError for a file that cannot be read, or whose config this version does not have.
     """
     config, state = resume(path, trust, **changes)
     if isinstance(config, list):
         raise ValueError(f"checkpoint {path} is of a population: read it with resume")
-    try:
-        weights = state["model"]
-        if "inputs.weight" not in weights:  # the optimizer has them
-            weights = weights | _unpacked(state["optimizer"])
-        model = NETWORKS[config.encoder, "seen" in weights](
-            weights["inputs.weight"].shape[1],
-            len(weights["actor.weight"]),
-            config.hidden_size,
-            config.layers,
-            distribution=Gaussian if "spread" in weights else Categorical,
-        )
-        model.load_state_dict(weights)
-    except (LookupError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"checkpoint {path} does not fit this version's network: train again"
-        ) from error
+    weights = state["model"]
+    if "inputs.weight" not in weights:  # the optimizer has them
+        weights = weights | _unpacked(state["optimizer"])
+    model = NETWORKS[config.encoder, "seen" in weights](
+        weights["inputs.weight"].shape[1],
+        len(weights["actor.weight"]),
+        config.hidden_size,
+        config.layers,
+        distribution=Gaussian if "spread" in weights else Categorical,
+    )
+    model.load_state_dict(weights)
     return model, config
 
 
@@ -94,16 +89,12 @@ def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config | l
     if not path.exists():
         raise FileNotFoundError(f"checkpoint {path} does not exist: choose the folder of a run")
     content = _read(path)
+    found = content["config"]
+    fields = found if isinstance(found, list) else [found]
     try:
-        found, state = content["config"], content["run"]
-        fields = found if isinstance(found, list) else [found]
         configs = [Config.of_file({**each, **changes}) for each in fields]
     except ValueError as error:
         raise ValueError(f"checkpoint {path}: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"checkpoint {path} does not fit this version's config: train again"
-        ) from error
     env_id = configs[0].env_id or ""
     module, _, _ = env_id.rpartition(":")
     # A module that is imported runs its code, unless it has run already.
@@ -112,7 +103,7 @@ def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config | l
             f"checkpoint {path} has env_id {env_id!r}: import {module} first, "
             "or add --trust if you trust it"
         )
-    return configs if isinstance(found, list) else configs[0], state
+    return configs if isinstance(found, list) else configs[0], content["run"]
 
 
 def _read(path: Path) -> dict:

@@ -7,8 +7,8 @@ that has it is complete.
 
 Data that a process has written to a mapped page belong to the kernel from then on. Killing the
 process loses nothing, and the order of writes is kept. (A power failure may lose data, because the
-kernel writes pages back when it likes.) Either one process may write to a folder, or any number may
-read it. The kernel releases the lock of a process that dies.
+kernel writes pages back when it likes.) One process at a time may use a folder. The kernel releases
+the lock of a process that dies.
 """
 
 import contextlib
@@ -23,8 +23,7 @@ import torch
 
 from ..env import STATE_BOUNDS
 from ..replay.ring import Clock, ReplayBuffer, bytes_of_row
-from ..rollout import Rollout
-from .safe_files import locked, opened, told, write_whole
+from .safe_files import locked, told, write_whole
 
 FORMAT = "fp8rl-ring-3"
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
@@ -37,35 +36,11 @@ def free_on_disk(folder: str | Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-class MappedClock(Clock):
-    """A Clock whose numbers are in a file: `numbers` is an int64 tensor [2] mapped to it."""
-
-    def __init__(self, rows: int, numbers: torch.Tensor):
-        self.rows = rows
-        self.numbers = numbers
-
-    @property
-    def start(self) -> int:
-        return int(self.numbers[0])
-
-    @start.setter
-    def start(self, value: int) -> None:
-        self.numbers[0] = value
-
-    @property
-    def count(self) -> int:
-        return int(self.numbers[1])
-
-    @count.setter
-    def count(self, value: int) -> None:
-        self.numbers[1] = value
-
-
 class MappedRing(ReplayBuffer):
     """A ReplayBuffer in a folder of files, on the CPU.
 
-    If the folder holds a ring with the same settings already, that ring is continued. If the ring
-    is not `writable`, it can only be sampled from. The other arguments are those of ReplayBuffer.
+    If the folder holds a ring with the same settings already, that ring is continued. The other
+    arguments are those of ReplayBuffer.
 
     Raises the errors of ReplayBuffer, ValueError for a folder whose ring is damaged or has other
     settings, and OSError for a folder without room or permissions, or in use.
@@ -82,10 +57,8 @@ class MappedRing(ReplayBuffer):
         codec: str = "fp32",
         action_size: int = 0,
         proximal: bool = False,
-        writable: bool = True,
     ):
         self.path = Path(folder)
-        self.writable = writable
         super().__init__(rows, num_envs, bounds, codec, "cpu", action_size, proximal)
         self.new_episodes = self.size > 0  # a resumed folder does not continue its last episodes
 
@@ -111,27 +84,22 @@ class MappedRing(ReplayBuffer):
             contextlib.ExitStack() as on_error,
             told(f"memmap is {self.path} and cannot be used", "choose another folder"),
         ):
-            is_new = self.writable and not (self.path / "ring.json").exists()
+            is_new = not (self.path / "ring.json").exists()
             if is_new:
                 require_room(self.path, fields)
                 self.path.mkdir(parents=True, exist_ok=True)
-            mode = "ab" if self.writable else "rb"
-            lock = locked(self.path / "lock", mode, taken, shared=not self.writable)
-            on_error.enter_context(lock)
+            lock = on_error.enter_context(locked(self.path / "lock", taken))
             if is_new:
                 make_files(self.path, settings, fields)
             require_settings(self.path, settings)
-            tensors = map_files(self.path, fields, self.writable)
+            tensors = map_files(self.path, fields)
             on_error.pop_all()
         self._lock = lock
-        return MappedClock(self.rows, tensors.pop("clock")), tensors
+        return Clock(self.rows, tensors.pop("clock")), tensors
 
     @classmethod
-    def open(cls, folder: str | Path, writable: bool = False) -> "MappedRing":
-        """Opens the ring of a folder with its stored settings.
-
-        It can be sampled from and, if `writable`, continued. Raises the errors of the class.
-        """
+    def open(cls, folder: str | Path) -> "MappedRing":
+        """Opens the ring of a folder with its stored settings. Raises the errors of the class."""
         settings = read_settings(folder)
         return cls(
             folder,
@@ -141,19 +109,7 @@ class MappedRing(ReplayBuffer):
             codec=settings["codec"],
             action_size=settings["action_size"],
             proximal=settings.get("proximal", False),
-            writable=writable,
         )
-
-    def append(self, rollout: Rollout) -> None:
-        """Appends a rollout, as ReplayBuffer does.
-
-        Raises ValueError also if the ring is closed or was opened only for reading.
-        """
-        if not self.writable:
-            raise ValueError(
-                "the ring is closed or was opened for reading: open it with writable=True to append"
-            )
-        super().append(rollout)
 
     def close(self) -> None:
         """Releases the folder for other processes, as garbage collection of the ring does.
@@ -161,7 +117,6 @@ class MappedRing(ReplayBuffer):
         The tensors stay mapped, but must no longer be written to.
         """
         self._lock.close()
-        self.writable = False
 
     def state_dict(self) -> dict:
         """Only the folder's path: the rows need no copy."""
@@ -208,17 +163,13 @@ def require_room(folder: Path, fields: Fields) -> None:
 
 def make_files(folder: Path, settings: dict, fields: Fields) -> None:
     """Reserves a file for each field, and then writes ring.json."""
-    with contextlib.ExitStack() as on_error:
-        for name, field in fields.items():
-            path = folder / f"{name}.bin"
-            size = bytes_of_row({name: field})
-            with opened(path, "xb") as file:
-                on_error.callback(path.unlink)
-                # Otherwise a full disk would kill the process at a later write.
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, size)
-                file.truncate(size)
-        on_error.pop_all()
+    for name, field in fields.items():
+        size = bytes_of_row({name: field})
+        with open(folder / f"{name}.bin", "xb") as file:
+            # Otherwise a full disk would kill the process at a later write.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            file.truncate(size)
     text = json.dumps(settings, indent=1)
     write_whole(folder / "ring.json", lambda file: file.write(text.encode()))
 
@@ -259,18 +210,16 @@ def require_settings(folder: Path, settings: dict) -> None:
             )
 
 
-def map_files(folder: Path, fields: Fields, writable: bool) -> dict[str, torch.Tensor]:
-    """A tensor for each field, mapped to its file. If the files are not `writable`, the tensors are
-    copied on write, so the files never change."""
+def map_files(folder: Path, fields: Fields) -> dict[str, torch.Tensor]:
+    """A tensor for each field, mapped to its file."""
     tensors = {}
     for name, (dtype, shape) in fields.items():
-        with opened(folder / f"{name}.bin", "r+b" if writable else "rb") as file:
-            try:
-                mapped = np.memmap(file, np.uint8, "r+" if writable else "c")
-                tensors[name] = torch.from_numpy(mapped).view(dtype).view(shape)
-            except (ValueError, RuntimeError) as error:
-                raise ValueError(
-                    f"memmap is {folder}, whose {name}.bin has another size than {dtype} "
-                    f"{list(shape)}: restore it or delete the folder"
-                ) from error
+        try:
+            mapped = np.memmap(folder / f"{name}.bin", np.uint8, "r+")
+            tensors[name] = torch.from_numpy(mapped).view(dtype).view(shape)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"memmap is {folder}, whose {name}.bin has another size than {dtype} "
+                f"{list(shape)}: restore it or delete the folder"
+            ) from error
     return tensors

@@ -44,19 +44,14 @@ def restore(run: Run, state: dict, new_episodes: bool = False) -> None:
 def check_ring(ring: ReplayBuffer, state: dict | None) -> None:
     """Raises FileNotFoundError if the rows are in a folder and this ring is not, and ValueError for
     rows of other types, which torch would convert."""
-    if state is None:
-        return
-    if "folder" in state:
-        if not ring.outlives_run:
-            raise FileNotFoundError(
-                f"memmap is None and the run stored its ring in {state['folder']}: "
-                "use that folder, or a new one"
-            )
-        return
+    state = state or {}
+    if "folder" in state and not ring.outlives_run:
+        raise FileNotFoundError(
+            f"memmap is None and the run stored its ring in {state['folder']}: "
+            "use that folder, or a new one"
+        )
     for name, field in ring.fields.items():
-        types = state[name].dtype, field.dtype
-        # Earlier versions stored all observations in float32.
-        if types[0] != types[1] and types != (torch.float32, torch.float64):
+        if name in state and state[name].dtype != field.dtype:
             raise ValueError(f"{name} is from a ring of another codec")
 
 

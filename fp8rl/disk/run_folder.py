@@ -2,12 +2,12 @@
 
 A folder is recognized by its mark, the file `.fp8rl`. The process that writes in a folder holds a
 lock on the mark. The kernel releases the lock when the process ends, however it ends. The mark is a
-JSON object, with the command that made the folder and the options to continue with. In a folder
-without a mark nothing is ever touched. In a folder with a mark, only the files that the command
-writes are touched.
+JSON object, with the command that made the folder and its options. In a folder without a mark
+nothing is ever touched. In a folder with a mark, only the files that the command writes are
+touched.
 
-Some names are known only by a pattern. TensorBoard chooses the names of its files. The file of a
-batch that a study has begun is named after a hash of the batch's configs (study/batch_file.py)."""
+The file of a batch that a study has begun is known only by a pattern: its name has a hash of the
+batch's configs (study/batch_file.py)."""
 
 import contextlib
 import json
@@ -17,18 +17,12 @@ from pathlib import Path
 from .safe_files import locked, told, write_whole
 
 MARK = ".fp8rl"
-EVENTS = "events.out.tfevents.*"
 BATCHES = f"batch-{'[0-9a-f]' * 12}.pt"
-# Names, or patterns of names, of the files that a command writes.
+# Names, or patterns of names, of the files that a command writes, the first one first.
 FILES = {
-    "train": ("config.json", "metrics.csv", "checkpoint.pt", "reward_curve.png", EVENTS),
+    "train": ("checkpoint.pt", "config.json", "metrics.csv", "reward_curve.png"),
     "study": ("runs.jsonl", "results.csv", "table.md", "curves.png", BATCHES),
 }
-
-
-def files_in(path: Path, command: str) -> list[str]:
-    """Names of the files in a folder that a command writes."""
-    return [file.name for pattern in FILES[command] for file in sorted(path.glob(pattern))]
 
 
 def read_mark(path: Path) -> dict:
@@ -45,25 +39,21 @@ def read_mark(path: Path) -> dict:
 
 
 def require_free(path: Path, command: str, overwrite: bool = False) -> None:
-    """Raises FileExistsError unless a new run may write to the folder `path`.
+    """Raises FileExistsError unless a new run of a command may write to the folder `path`.
 
-    It may not if `path` is a file, if the folder holds files that no run wrote, or if it holds a
-    run and `overwrite` is off.
+    It may not if `path` is a file, or if the folder holds files that no run wrote. With `overwrite`
+    the folder may hold a run of the same command.
     """
     if path.is_file():
         raise FileExistsError(f"out is {path}, which is a file: use a folder")
     mark = read_mark(path)
-    if mark and not overwrite:
+    if mark and not (overwrite and mark["command"] == command):
         raise FileExistsError(
-            f"out is {path}, which holds another run: use a new folder, "
-            "or add --overwrite to replace it"
+            f"out is {path}, which holds another run, of {mark['command']}: use a new folder, "
+            f"or add --overwrite to replace a run of {command}"
         )
-    if mark:
-        written_by_run = files_in(path, mark["command"])
-        foreign = [name for name in files_in(path, command) if name not in written_by_run]
-    else:
-        foreign = sorted(file.name for file in path.glob("*") if file.name != MARK)
-    if foreign:
+    foreign = sorted(file.name for file in path.glob("*") if file.name != MARK)
+    if foreign and not mark:
         raise FileExistsError(
             f"out is {path}, which holds other files ({foreign[0]!r}): use a new folder"
         )
@@ -82,7 +72,7 @@ class Folder(contextlib.ExitStack):
         with told(f"out is {path} and cannot be used", "use another folder"):
             path.mkdir(parents=True, exist_ok=True)
             taken = f"out is {path}, where another process is writing: wait for it or use another"
-            self._mark = self.enter_context(locked(path / MARK, "a+", taken))
+            self._mark = self.enter_context(locked(path / MARK, taken))
 
     @classmethod
     def create(cls, path: Path, command: str, options: dict, overwrite: bool = False) -> "Folder":
@@ -95,21 +85,19 @@ class Folder(contextlib.ExitStack):
             # Checked again, now that no other process can fill the folder.
             require_free(path, command, overwrite)
             # Old files are removed, so that a run that fails is not mistaken for the old run.
-            folder.remove(*FILES.get(read_mark(path).get("command"), ()))
-            folder.remember(command, options)
+            folder.remove(*FILES[command])
+            with folder.writing():
+                folder._mark.truncate(0)
+                folder._mark.write(json.dumps({"command": command, "options": options}) + "\n")
+                folder._mark.flush()
+                os.fsync(folder._mark.fileno())
             on_error.pop_all()
         return folder
 
     @classmethod
     def reopen(cls, path: Path, command: str) -> "Folder":
-        """Opens the folder of a run that is continued.
-
-        The folder may also hold nothing but a checkpoint. Raises FileNotFoundError for any other
-        folder.
-        """
-        marked_command = read_mark(path).get("command")
-        only_checkpoint = files_in(path, command) == ["checkpoint.pt"]
-        if marked_command != command and (marked_command or not only_checkpoint):
+        """Opens the folder of a run that is continued. Raises FileNotFoundError for any other."""
+        if read_mark(path).get("command") != command:
             raise FileNotFoundError(
                 f"{path} holds no run of {command} to continue: use the folder of a stopped run"
             )
@@ -121,14 +109,6 @@ class Folder(contextlib.ExitStack):
             for pattern in patterns:
                 for file in (*self.path.glob(pattern), *self.path.glob(f"{pattern}.tmp")):
                     file.unlink()
-
-    def remember(self, command: str, options: dict) -> None:
-        """Writes the mark."""
-        with self.writing():
-            self._mark.truncate(0)
-            self._mark.write(json.dumps({"command": command, "options": options}) + "\n")
-            self._mark.flush()
-            os.fsync(self._mark.fileno())
 
     def writing(self) -> contextlib.AbstractContextManager:
         """A context that names the folder in the error if a write in it fails."""

@@ -2,11 +2,9 @@
 
 Commands write only to names that they know (disk/run_folder.py, disk/mapped_ring.py), directly in
 the folder that the user named. A file is written whole, as a new file that then takes the name
-(`write_whole`), or in place (`opened`). Neither follows a symbolic link, because it may lead out of
-the folder."""
+(`write_whole`), or in place."""
 
 import contextlib
-import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
@@ -14,29 +12,15 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 
-def opened(path: Path, mode: str, **options) -> IO:
-    """Like `open`, but raises OSError for a symbolic link."""
-    return open(path, mode, opener=_not_a_link, **options)
+def locked(path: Path, taken: str) -> IO:
+    """Opens a file to append to it, with a lock until it is closed or the process ends, however it
+    ends.
 
-
-def _not_a_link(path: str, flags: int) -> int:
-    try:
-        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(f"{path} is a symbolic link: delete it") from error
-        raise
-
-
-def locked(path: Path, mode: str, taken: str, shared: bool = False) -> IO:
-    """Like `opened`, with a lock until the file is closed or the process ends, however it ends.
-
-    The lock is exclusive or, with `shared`, shared with other shared locks. Raises FileExistsError
-    with the message `taken` if another process or opened file has a lock.
+    Raises FileExistsError with the message `taken` if another process or opened file has the lock.
     """
-    file = opened(path, mode)
+    file = open(path, "a+")  # noqa: SIM115  The caller closes it
     try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
         raise FileExistsError(taken) from error
@@ -63,12 +47,12 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     `write` writes to a new temporary file beside it, which is then renamed.
     """
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # a killed process may have left it, or a link may be there
+    temporary.unlink(missing_ok=True)  # of a write that was cut off
     try:
-        with opened(temporary, "xb") as file:
+        with open(temporary, "xb") as file:  # a new file, and no link to another one
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)  # a link is replaced, too, and not followed
+        os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -114,20 +114,23 @@ ALIASES = {
     "torch.float32": "fp32",
     "float32": "fp32",
 }
-# How much a unit of each of `evidence_of` raises the logit of the probability of a bug, fitted by
-# benchmarks/decoder_dumps.py to benchmarks/results/dumps_fit.csv
+# How much a unit of each of `evidence_of` raises the logit of the probability of a bug: without and
+# with a precision or a sound dump. benchmarks/decoder_dumps.py fits it to results/dumps_fit.csv
 WEIGHTS = {
-    "one": -1.319,
-    "k3": 0.486,
-    "bits": -0.331,
-    "exact": -1.069,
-    "symptom": 0.460,
-    "seen": 2.727,
-    "explained": 0.914,
+    "one": (-1.319, 4.206),
+    "k3": (0.486, 0.255),
+    "bits": (-0.331, -1.027),
+    "exact": (-1.069, -0.284),
+    "symptom": (0.460, 2.893),
+    "seen": (2.727, 0.773),
+    "explained": (0.914, 0.093),
 }
-LIKELY = 0.7  # probability from which on a gap is called a bug
-UNLIKELY = 0.3  # below it is called rounding
-LEAST_SPREAD = 0.5  # nats; where all log-probabilities are alike, they say nothing of arithmetic
+USUAL_BITS = 6.0  # that a gap of an actor in bfloat16 and a learner in float32 has
+FINEST = 10.0  # bits of a sound dump that count; sound dumps of finer arithmetic are all alike
+# Probabilities from which on a gap is called a bug, and below which it is called rounding, if
+# nothing is told about the programs. If something is told, both are a half.
+LIKELY = 0.7
+UNLIKELY = 0.3
 LEAST_SHARE = 0.01  # of the squared gap; what explains less is named only if nothing else is seen
 ENOUGH = 2 / 3  # of the squared gap; if kinds explain that much, no further one is named
 
@@ -521,8 +524,26 @@ def horizon_of(length: int, spread: float) -> float:
 # The verdict
 
 
-def evidence_of(gap: Gap, symptoms: list[Seen]) -> dict[str, float]:
+def is_told(gap: Examined) -> bool:
+    """Whether it is known how large a gap the programs leave."""
+    return gap.precision is not None or gap.sound is not None
+
+
+def bits_beyond_bfloat16(gap: Examined) -> float:
+    """How many more bits than bfloat16 the programs leave, by the sound dump or the precision; 0
+    if neither is given."""
+    if gap.sound is not None:
+        return min(bits_of(gap.sound), FINEST) - USUAL_BITS
+    if gap.precision is not None:
+        return BITS_LEFT[gap.precision] - BITS_LEFT["bf16"]
+    return 0.0
+
+
+def evidence_of(gap: Examined, symptoms: list[Seen]) -> dict[str, float]:
     """What the probability of a bug is computed from.
+
+    With a precision or a sound dump, k3 and bits are those of a gap that is as much larger than
+    what bfloat16 leaves as this one is larger than what these programs leave.
 
     `k3`         decades of k3 above 1e-8
     `bits`       bits of mantissa that make such a gap
@@ -532,18 +553,13 @@ def evidence_of(gap: Gap, symptoms: list[Seen]) -> dict[str, float]:
     `explained`  share of the squared gap that the first symptom explains, if it is seen
     """
     k3 = float((gap.flat.excess - gap.flat.log_ratio).mean())
-    bits = float(np.log2(0.55 * max(gap.flat.actor.std(), LEAST_SPREAD) / max(gap.rms, TINY)))
-    claims = [symptom for symptom in symptoms if symptom.kind == "precision"]
-    if claims and not any(claim.is_seen for claim in claims):
-        # The claim explains the gap, which then counts as one of bfloat16
-        k3 = min(k3, 1e-4)
-        bits = max(bits, 6.0)
+    finer = bits_beyond_bfloat16(gap)
     strongest = max(symptom.excess for symptom in symptoms)
     first = symptoms[0]
     return {
         "one": 1.0,
-        "k3": float(np.clip(np.log10(max(k3, TINY)) + 8, 0, 9)),
-        "bits": float(np.clip(bits, -3, 12)),
+        "k3": float(np.clip(np.log10(max(k3 * 4.0**finer, TINY)) + 8, 0, 9)),
+        "bits": float(np.clip(bits_of(gap) - finer, -3, 12)),
         "exact": float((gap.flat.log_ratio == 0).mean()),
         "symptom": float(np.clip(np.log2(max(strongest, TINY)), -2, 2)),
         "seen": float(first.is_seen),
@@ -551,24 +567,25 @@ def evidence_of(gap: Gap, symptoms: list[Seen]) -> dict[str, float]:
     }
 
 
-def probability_of(gap: Gap, symptoms: list[Seen]) -> float:
+def probability_of(gap: Examined, symptoms: list[Seen]) -> float:
     """The probability of a bug, if half of all dumps have one: logistic in `evidence_of`."""
     if not symptoms:
         return 0.0
     evidence = evidence_of(gap, symptoms)
-    logit = sum(WEIGHTS[name] * value for name, value in evidence.items())
+    logit = sum(WEIGHTS[name][is_told(gap)] * value for name, value in evidence.items())
     return 1 / (1 + math.exp(-logit))
 
 
-def judge(gap: Gap, symptoms: list[Seen], probability: float) -> tuple[str, list[str]]:
+def judge(gap: Examined, symptoms: list[Seen], probability: float) -> tuple[str, list[str]]:
     """The verdict, and the kinds of bugs in order."""
+    unlikely, likely = (0.5, 0.5) if is_told(gap) else (UNLIKELY, LIKELY)
     if not gap.log_ratio.any():
         return "exact", []
     if not symptoms:
         return "not judged", []
-    if probability < UNLIKELY:
+    if probability < unlikely:
         return "rounding", []
-    if probability < LIKELY:
+    if probability < likely:
         return "rounding or bug", []
     return "bug", kinds_of(symptoms) or ["other"]
 

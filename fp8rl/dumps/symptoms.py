@@ -60,6 +60,8 @@ BITS_LEFT = {
     "int4": 0.0,
     "fp4": 0.0,
 }
+ABOVE_SOUND = 1.5  # times the value that a symptom has in the sound dump, it is seen
+LEAST_SPREAD = 0.5  # nats; where all log-probabilities are alike, they say nothing of arithmetic
 SHRINK = 2.0  # tokens of mean 0 that are added to a group, so that a mean of few tokens is small
 PIECE = 32  # tokens of a sequence that are looked for elsewhere
 UNLIKE = (
@@ -318,11 +320,17 @@ def symptoms_of(gap: Examined) -> list[Seen]:
     what fits other tokens, and then what explains most. Of shares that are alike within a tenth,
     the order is the table's.
 
-    A heavy tail is wherever the gap is large. So only what it explains beyond others counts.
+    A heavy tail is wherever the gap is large. So only what it explains beyond others counts. What
+    a sound dump of the same programs has as well is no symptom.
     """
     if gap.mask.sum() < FEW_TOKENS or not gap.log_ratio.any():
         return []
     measured = [x for x in (measure(name, gap) for name in SYMPTOMS) if x is not None]
+    if gap.sound is not None:
+        usual = {x.name: x.value for x in symptoms_of(gap.sound)}
+        measured = [
+            x._replace(limit=max(x.limit, ABOVE_SOUND * usual.get(x.name, 0.0))) for x in measured
+        ]
     others = [x.share for x in measured if x.is_seen and x.kind != "heavy tail" and x.share > 0]
 
     def rank(x: Seen) -> tuple[bool, float]:
@@ -387,7 +395,7 @@ def bits_of(gap: Gap, is_robust: bool = False) -> float:
         return np.inf
     # If weights and activations are rounded to b bits of mantissa, rms(d) / std(actor_logp) is
     # about 0.55 * 2^-b.
-    return float(np.log2(0.55 * max(gap.flat.actor.std(), TINY) / size))
+    return float(np.log2(0.55 * max(gap.flat.actor.std(), LEAST_SPREAD) / size))
 
 
 def ratio_in_line(x: float) -> str:

@@ -163,6 +163,8 @@ def check(config: Config, machine: Machine, places: Places, processes: int) -> N
     require("memmap", machine.memmap != "", "choose a folder")
     only_one = None in (machine.memmap, machine.store_device)
     require("memmap", only_one, "use a folder or store_device, not both")
+    is_known = machine.vectorization in (None, "sync", "async")
+    require("vectorization", is_known, "choose from sync, async")
     has_env_id = machine.vectorization is None or config.env_id is not None
     require("vectorization", has_env_id, "leave it out, it needs env_id")
     for place in places:

@@ -32,9 +32,9 @@ it needs bounds, and cannot hold every difference:
 - A difference below about 2^-18 of high - low is stored as 0. It is lost: the next observation
   reads back as the observation before it.
 
-A layout counts both, for each feature, in `clipped` and `lost`, and the first of them causes a
-warning. bf16 has the range of float32, so it holds the differences of a feature without bounds,
-whether they are 1e-30 or 1e30. It clips only those above 3.39e38.
+A layout counts both, for each feature, in `clipped` and `lost`, and warns of them. bf16 has the
+range of float32, so it holds the differences of a feature without bounds, whether they are 1e-30 or
+1e30. It clips only those above 3.39e38.
 """
 
 import warnings
@@ -153,7 +153,6 @@ class FullLayout:
                    where a feature has no bound
     `codec`        how observations are stored (observation_codec.py)
     `action_size`  dimensions of a continuous action, or 0 for one of up to 256 discrete actions
-    `difference`   codec of the differences of DeltaLayout, by default that of `difference_codec`
 
     Attributes: `fields` has the stored tensors by name, [capacity, ...]. `clipped`, int64 [F],
     counts the numbers that a codec clipped, in observations and next observations together.
@@ -179,7 +178,6 @@ class FullLayout:
         codec="fp32",
         device="cpu",
         action_size=0,
-        difference=None,
     ):
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}: use at least 1")
@@ -188,9 +186,7 @@ class FullLayout:
         self.count = 0  # number of transitions that were ever appended
         self.codec = Codec(codec, low, high, device)
         self.clipped = torch.zeros(len(low), dtype=torch.int64, device=device)
-        row = layout_row(
-            self.name, len(low), codec, action_size, difference or difference_codec(bounds)
-        )
+        row = layout_row(self.name, len(low), codec, action_size, difference_codec(bounds))
         self.fields = {
             name: torch.empty((capacity, *shape), dtype=dtype, device=device)
             for name, (dtype, shape) in row.items()
@@ -269,7 +265,7 @@ class DeltaLayout(FullLayout):
     start of this file says how much that is.
 
     `lost`, int64 [F], counts the differences that were too small for their codec and became 0, and
-    `clipped` also the differences that were too large. The first of them causes a warning.
+    `clipped` also the differences that were too large. Both cause a warning.
 
     Besides the errors of FullLayout, `append` raises ValueError for an observation that is
     infinite, because there is no difference to it.
@@ -284,16 +280,12 @@ class DeltaLayout(FullLayout):
         codec="fp32",
         device="cpu",
         action_size=0,
-        difference=None,
     ):
-        difference = difference or difference_codec(bounds)
-        largest = _largest_differences(bounds)
-        self.difference = Codec(
-            difference, tuple((-largest).tolist()), tuple(largest.tolist()), device
-        )
-        super().__init__(capacity, bounds, codec, device, action_size, difference)
+        super().__init__(capacity, bounds, codec, device, action_size)
+        largest = _largest_differences(bounds).tolist()
+        lowest = [-x for x in largest]
+        self.difference = Codec(difference_codec(bounds), lowest, largest, device)
         self.lost = torch.zeros_like(self.clipped)
-        self.has_warned = False
 
     def _encode_next(
         self, transitions: Transitions, codes: torch.Tensor
@@ -310,26 +302,19 @@ class DeltaLayout(FullLayout):
         return {"difference": stored}
 
     def _count(self, difference: torch.Tensor, stored: torch.Tensor) -> None:
-        """Counts the differences [M, F] that their codec does not hold, and warns of the first."""
+        """Counts the differences [M, F] that their codec does not hold, and warns of them."""
         # A difference of two float32 numbers can be infinite, which the codec fp32 does not clip.
         overflows = difference.isinf() & stored.isinf()
         clipped = self.difference.count_clipped(difference) + overflows.sum(0)
         lost = ((stored == 0) & (difference != 0)).sum(0)
         self.clipped += clipped
         self.lost += lost
-        if self.has_warned or not (clipped + lost).any():
-            return
-        self.has_warned = True
-        feature = int((clipped + lost).nonzero()[0])
-        remedy = "use difference='bf16', or the full layout"
-        if self.difference.name == "bf16":
-            remedy = "use the full layout"
-        warnings.warn(
-            f"difference {self.difference.name} does not hold every difference: of feature "
-            f"{feature}, {int(clipped[feature])} of {len(difference)} are too large and clipped, "
-            f"{int(lost[feature])} too small and lost ({remedy})",
-            stacklevel=4,  # the line that called `append`
-        )
+        if (clipped + lost).any():
+            warnings.warn(
+                f"the codec {self.difference.name} does not hold every difference: `clipped` and "
+                "`lost` count those that are too large and too small (use the full layout)",
+                stacklevel=4,  # the line that called `append`
+            )
 
     def _next_obs(self, obs: torch.Tensor, row: dict[str, torch.Tensor]) -> torch.Tensor:
         next_obs = obs + self.difference.decode(row["difference"])

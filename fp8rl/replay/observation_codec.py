@@ -53,7 +53,7 @@ class Codec:
     """A codec for features with bounds `low` and `high` [F], infinite where there is none.
 
     Raises ValueError for an unknown name, for int8 without finite bounds, and for bounds that are
-    NaN or of which there are not as many in `low` as in `high`.
+    NaN.
     """
 
     def __init__(self, name: str, low: tuple[float, ...], high: tuple[float, ...], device="cpu"):
@@ -62,9 +62,6 @@ class Codec:
         self.number_type = DTYPES[name]
         low = torch.tensor(list(low), dtype=torch.float32, device=device)
         high = torch.tensor(list(high), dtype=torch.float32, device=device)
-        if low.shape != high.shape:
-            counts = f"low has {len(low)} bounds and high {len(high)}"
-            raise ValueError(f"{counts}: pass one per feature")
         bad = low.isnan() | high.isnan()
         remedy = "use numbers"
         # A code stands for middle + scale * code.

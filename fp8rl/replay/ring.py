@@ -68,13 +68,21 @@ class Clock:
     """The position of a ring of `rows` rows: which rows are complete, and where the next ones go.
 
     Rows are numbered in the order in which they were appended. The complete rows are numbers
-    `start` to `count` - 1. Row number n is stored at n modulo `rows`.
+    `start` to `count` - 1. Row number n is stored at n modulo `rows`. These two are kept in
+    `numbers`, two whole numbers, such as an int64 tensor [2] that is mapped to a file.
     """
 
-    def __init__(self, rows: int):
+    def __init__(self, rows: int, numbers=None):
         self.rows = rows
-        self.start = 0
-        self.count = 0
+        self.numbers = [0, 0] if numbers is None else numbers
+
+    @property
+    def start(self) -> int:
+        return int(self.numbers[0])
+
+    @property
+    def count(self) -> int:
+        return int(self.numbers[1])
 
     @property
     def size(self) -> int:
@@ -83,11 +91,11 @@ class Clock:
 
     def make_room(self, length: int) -> None:
         """Drops the rows that the next `length` rows and the open row after them will overwrite."""
-        self.start = max(self.start, self.count + length + 1 - self.rows)
+        self.numbers[0] = max(self.start, self.count + length + 1 - self.rows)
 
     def advance(self, length: int) -> None:
         """Counts `length` rows that have just been written as complete."""
-        self.count = self.count + length
+        self.numbers[1] = self.count + length
 
     def write(self, field: torch.Tensor, values: torch.Tensor) -> None:
         """Writes rows [N, T, ...] to a field [N, rows, ...], from the open row on."""
@@ -98,8 +106,8 @@ class Clock:
         field[:, : from_begin.shape[1]] = from_begin
 
     def set(self, start: int, count: int) -> None:
-        self.start = start
-        self.count = count
+        self.numbers[0] = start
+        self.numbers[1] = count
 
 
 class ReplayBuffer:
@@ -169,8 +177,9 @@ class ReplayBuffer:
                 for name, (dtype, shape) in fields.items()
             }
         except RuntimeError as error:  # torch's own message has many lines
-            message = f"replay cannot be allocated on {self.device}: lower capacity"
-            raise MemoryError(message) from error
+            raise MemoryError(
+                f"replay cannot be allocated on {self.device}: lower capacity"
+            ) from error
         return Clock(self.rows), tensors
 
     def close(self) -> None:
@@ -217,8 +226,10 @@ class ReplayBuffer:
         self._check_shapes(rollout)
         self._check_values(rollout)
         if length >= self.rows:
-            most = f"a ring of {self.rows} rows takes at most {self.rows - 1}"
-            raise ValueError(f"rollout of {length} rows: {most}")
+            raise ValueError(
+                f"rollout of {length} rows: a ring of {self.rows} rows takes at most "
+                f"{self.rows - 1}"
+            )
         rollout = rollout.to(self.device)
         # The first observation was counted already, as the last one of the rollout before.
         continues = self.clock.size > 0 and not self.new_episodes
@@ -306,9 +317,10 @@ class ReplayBuffer:
         if slices < 1 or length < 1:
             raise ValueError(f"slices is {slices} and length {length}: use at least 1 of each")
         if length > self.clock.size:
-            stored = f"only {self.clock.size} rows are stored"
-            remedy = "collect more rows or use shorter slices"
-            raise ValueError(f"slice length is {length} but {stored}: {remedy}")
+            raise ValueError(
+                f"slice length is {length} but only {self.clock.size} rows are stored: "
+                "collect more rows or use shorter slices"
+            )
         start, env = self.draw(slices, length, seed, iteration)
         return self.read(start, env, length)
 
@@ -346,19 +358,14 @@ class ReplayBuffer:
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of the rows, the clock and `clipped`. Fields that the open row does not have yet
-        are 0."""
+        """Copies of the rows, the clock and `clipped`. What the open row does not have yet is any
+        number."""
         filled = min(self.count + 1, self.rows)
-        state = {
+        return {
             "clock": torch.tensor([self.start, self.count]),
             "clipped": self.clipped.clone(),
+            **{name: field[:, :filled].clone() for name, field in self.fields.items()},
         }
-        for name, field in self.fields.items():
-            state[name] = field[:, :filled].clone()
-            if name != "obs":
-                # The open row has uninitialized memory here, or numbers of a dropped row.
-                state[name][:, self.count % self.rows] = 0
-        return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Restores the `state_dict` of a ring with the same settings."""

@@ -41,7 +41,7 @@ class BatchFile:
     def built(self, alone: bool) -> Run:
         """The batch as it was saved or, if it was not, a new one. `alone` builds a single run.
 
-        Raises ValueError for a file that cannot be read, or that is the file of other agents.
+        Raises ValueError for a file that cannot be read.
         """
         make = functools.partial(build_population, self.configs)
         if alone:
@@ -49,16 +49,11 @@ class BatchFile:
         if self.path is None or not self.path.exists():
             return make()
         try:
-            # Trusted, because the command line names the task, and the configs must be the same.
-            found, state = checkpoint.resume(self.path, trust=True)
-            if found != (self.configs[0] if alone else self.configs):
-                raise ValueError(f"checkpoint {self.path} is of other agents")
-            return make(state=state)
+            # Trusted, because the command line names the task.
+            _, state = checkpoint.resume(self.path, trust=True)
         except ValueError as error:
-            raise ValueError(
-                f"{self.path.name} cannot be continued ({error}): "
-                "delete it, and its agents begin again"
-            ) from error
+            raise ValueError(f"{error}; without the file its agents begin again") from error
+        return make(state=state)
 
     def is_due(self) -> bool:
         """Whether it is time to save the batch."""

@@ -15,11 +15,9 @@ import gymnasium
 import numpy as np
 
 from ..config import Config
-from ..disk.safe_files import opened
 from ..history import History
-from ..precision import Precision
 from ..tasks.by_id import TASKS, task_of
-from ..tasks.gymnasium_env import GymEnv, gymnasium_id
+from ..tasks.gymnasium_env import GymEnv
 from .statistics import bootstrap_interval, iqm
 
 THRESHOLD = float(gymnasium.spec("fp8rl/CustomEnv-v0").reward_threshold)  # the cart's
@@ -61,9 +59,6 @@ class Comparison:
                 raise ValueError(f"{name} is {value}: use at least 1")
         if not math.isfinite(self.threshold or 0):
             raise ValueError(f"threshold is {self.threshold}: use a finite number")
-        for name in self.precisions:
-            Precision(name)
-        Precision(self.collect_precision or self.precisions[0], field="collect_precision")
 
     def arms(self, suffix: str = "", **fields) -> dict[str, list[Config]]:
         """The arms, name -> a config for each seed, with this suffix of their names and these
@@ -101,9 +96,8 @@ def threshold_of(env_id: str | None) -> float:
     if task and env_id not in TASKS:  # a task of one's own
         found = getattr(task, "reward_threshold", None)
     else:
-        GymEnv(env_id, 1).close()  # says why, if it cannot be made
-        spec = gymnasium.registry.get(gymnasium_id(env_id))
-        found = spec and spec.reward_threshold
+        with contextlib.closing(GymEnv(env_id, 1)) as env:  # says why, if it cannot be made
+            found = env.envs.spec.reward_threshold
     if found is None:
         raise ValueError(
             f"threshold is None, and {env_id} has none itself: name it, as in --threshold 100"
@@ -119,7 +113,7 @@ class Journal:
     def __init__(self, path: Path):
         self.path = path
         self.histories: dict[Config, History] = {}
-        with contextlib.suppress(FileNotFoundError), opened(path, "r+b") as file:
+        with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
             for number, line in enumerate(file, 1):
                 # It was being written when the study was killed, and is no run
                 if not line.endswith(b"\n"):
@@ -141,7 +135,7 @@ class Journal:
             "rows": rows,
             "failure": history.failure,
         }
-        with opened(self.path, "a") as file:
+        with open(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
         self._keep(**line)
 
@@ -152,8 +146,6 @@ class Journal:
         for row in rows:
             history.add(row)
         history.failure = failure
-        if not rows or not isinstance(arm, str):
-            raise ValueError("it has no name, or no evaluation")
         self.histories[Config.of_file(config)] = history
 
 

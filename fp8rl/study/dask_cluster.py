@@ -49,10 +49,11 @@ class Cluster(Executor):
 
     `threads`: how many batches the workers that are there train at once.
     `threads_by_host`: the same, by machine.
-    `processors`: the kinds of processor that they have.
+    `processors`: the kinds of processor that they have. If there are several, the last bits of an
+    agent's numbers depend on which of them trains it.
 
-    Warns of workers with several threads, and of several kinds of processor. Raises ValueError if
-    the scheduler or a worker has another version of fp8rl or torch.
+    Warns of workers with several threads. Raises ValueError if the scheduler or a worker has
+    another version of fp8rl or torch.
     """
 
     require_wanted = staticmethod(require_wanted)
@@ -72,13 +73,6 @@ class Cluster(Executor):
                     stacklevel=2,
                 )
         self.threads = self.threads_by_host.total()
-        if len(self.processors) > 1:
-            warnings.warn(
-                "the Dask workers have several kinds of processor "
-                f"({'; '.join(self.processors)}): the last bits of an agent's numbers depend on "
-                "which of them trains it",
-                stacklevel=2,
-            )
 
     def submit(self, function: Callable, /, *arguments) -> Future:
         return self._executor.submit(function, *arguments)

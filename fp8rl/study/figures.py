@@ -5,7 +5,6 @@ in dash and marker, for print.
 """
 
 import io
-from collections.abc import Iterable
 from itertools import cycle
 
 import numpy as np
@@ -25,16 +24,7 @@ STYLES = [
         strict=True,
     )
 ]
-# A precision has the same style in every figure.
-PRECISIONS = dict(zip(("fp32", "bf16", "fp16", "fp8"), STYLES, strict=False))
 REFERENCES = {"bang-bang 199": 199.0, "random 18.5": 18.5, "constant 6.2": 6.2}
-
-
-def styles(names: Iterable[str]) -> list[dict]:
-    """A style for each name. A precision has a fixed style; other names get the other styles."""
-    fixed = [PRECISIONS.get(name) for name in names]
-    others = cycle(STYLES[len(PRECISIONS) :] if any(fixed) else STYLES)
-    return [style or next(others) for style in fixed]
 
 
 def references(ax: Axes) -> Axes:
@@ -42,11 +32,17 @@ def references(ax: Axes) -> Axes:
 
     Their names stand to the right of the axes.
     """
-    at = {"xycoords": ("axes fraction", "data"), "ha": "left", "va": "center"}
-    look = {"fontsize": 7, "color": "#666666", "annotation_clip": False}
     for name, value in REFERENCES.items():
         ax.axhline(value, color="#888888", linewidth=0.8, zorder=0)
-        ax.annotate(name, (1.01, value), **at, **look)
+        ax.annotate(
+            name,
+            (1.01, value),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            fontsize=7,
+            color="#666666",
+            annotation_clip=False,
+        )
     ax.set(ylim=(0, 215), ylabel="return of an episode")
     return ax
 
@@ -70,7 +66,7 @@ def learning_curves(
     `curves`  name -> (steps [E], returns [seeds, E])
     `marks`   whether to draw the cart's reference returns; False for other tasks
     """
-    for style, (name, (steps, returns)) in zip(styles(curves), curves.items(), strict=True):
+    for style, (name, (steps, returns)) in zip(cycle(STYLES), curves.items(), strict=False):
         returns = np.atleast_2d(returns)
         central = iqm(returns, axis=0)
         every = max(1, len(steps) // 20)
@@ -109,12 +105,20 @@ def training(figure: Figure, history, title: str, marks: bool = True) -> Figure:
     """
     # Margins and the heights of titles are fixed, because a layout engine would draw everything
     # twice to find out how much room the labels need. Long numbers are written with a power of ten.
-    right = 0.89 if marks else 0.96  # the names of references stand to the right of the axes
-    upper = figure.add_gridspec(left=0.11, right=right, bottom=0.44, top=0.95)
-    lower = figure.add_gridspec(
-        1, len(BELOW), left=0.11, right=0.96, bottom=0.05, top=0.29, wspace=0.5
+    axes = figure.subplot_mosaic(
+        [["return"] * len(BELOW), list(BELOW)],
+        height_ratios=(2, 1),
+        # The names of references stand to the right of the axes
+        gridspec_kw={
+            "left": 0.11,
+            "right": 0.89,
+            "bottom": 0.05,
+            "top": 0.95,
+            "wspace": 0.5,
+            "hspace": 0.4,
+        },
     )
-    top = figure.add_subplot(upper[0])
+    top = axes["return"]
     top.set_title(title, y=1)
     top.ticklabel_format(axis="y", scilimits=(-3, 5))
     steps = history.column("steps")
@@ -127,11 +131,9 @@ def training(figure: Figure, history, title: str, marks: bool = True) -> Figure:
     top.set_ylabel("return of an episode")
     if marks:
         references(top)
-    for i, (name, label) in enumerate(BELOW.items()):
-        ax = figure.add_subplot(lower[i])
-        values = history.column(name)
-        if len(values):  # runs of older versions may not have this column
-            ax.plot(steps, values, color="#444444", linewidth=1)
+    for name, label in BELOW.items():
+        ax = axes[name]
+        ax.plot(steps, history.column(name), color="#444444", linewidth=1)
         ax.set_title(label, fontsize=8, y=1, pad=11)  # above the power of ten
         ax.tick_params(labelsize=7)
         ax.ticklabel_format(axis="y", scilimits=(-3, 4))
@@ -164,7 +166,7 @@ def study(
     shown = {name: curve for name, curve in training.items() if len(curve[0])}
     learning_curves(left, shown, marks).set_title("in training, sampled actions")
     learning_curves(middle, evaluation, marks).set_title("evaluated, greedy actions")
-    looks = dict(zip(evaluation, styles(evaluation), strict=True))
+    looks = dict(zip(evaluation, cycle(STYLES), strict=False))
     plain = {"color": "#888888", "marker": "o"}  # style of controls, which have no curves
     intervals(right, final, "final greedy return", [looks.get(name, plain) for name in final])
     right.axvline(threshold, color="#888888", linewidth=0.8, zorder=0)
@@ -198,10 +200,11 @@ def intervals(
 
     `scores`  name -> scores [seeds]
     `label`   label of the horizontal axis, with the unit
-    `looks`   a style for each name; by default `styles`
+    `looks`   a style for each name; by default those of `STYLES`
     """
-    looks = looks or styles(scores)
-    for row, (style, values) in enumerate(zip(looks, scores.values(), strict=True)):
+    for row, (style, values) in enumerate(
+        zip(looks or cycle(STYLES), scores.values(), strict=False)
+    ):
         low, high = bootstrap_interval(values)
         ax.plot(values, np.full(len(values), row + 0.25), "|", color=style["color"], markersize=8)
         ax.plot(
@@ -215,22 +218,6 @@ def intervals(
         ylim=(len(scores) - 0.5, -0.5),
         xlabel=label,
     )
-    return ax
-
-
-def policy_map(ax: Axes, position: np.ndarray, velocity: np.ndarray, right: np.ndarray) -> Axes:
-    """Draws the probability of a push to the right over positions and velocities of the cart.
-
-    `right` [V, P] has the probabilities, `position` [P] and `velocity` [V] the axes. The decision
-    boundary is white, and that of bang-bang control is dashed.
-    """
-    mesh = ax.pcolormesh(position, velocity, right, cmap="cividis", vmin=0, vmax=1, rasterized=True)
-    ax.figure.colorbar(mesh, ax=ax, label="probability of a push to the right")
-    if right.min() < 0.5 < right.max():
-        ax.contour(position, velocity, right, levels=[0.5], colors="white", linewidths=1.5)
-    ax.plot(position, -position / 3, "--", color="#D55E00", label="bang-bang: p + 3v = 0")
-    ax.set(xlabel="position", ylabel="velocity", ylim=(velocity[0], velocity[-1]))
-    ax.legend(fontsize=8, loc="upper right")  # to look for the best place takes long
     return ax
 
 

@@ -36,7 +36,6 @@ from concurrent.futures import (
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 from tqdm.auto import tqdm
 
 from ..config import Config
@@ -49,7 +48,7 @@ from ..train import iterate
 from .batch_file import BatchFile
 
 AGENTS = 64  # in a population, at most: with more, results come later and take more memory
-PAUSE = 0.1  # seconds between two looks at the batches, and at the study's process
+PAUSE = 0.1  # seconds between two looks at the batches
 
 # A batch of agents, and the function that trains each of them alone; None trains a population.
 Batch = tuple[Callable[[Config], History] | None, list[Config]]
@@ -182,14 +181,12 @@ def next_results(waiting: dict[Future, int]) -> list[tuple[int, list[History]]]:
     return [(waiting.pop(future), future.result()) for future in ended]
 
 
-def require(tasks: list[Batch], workers: int | None = None, at_once: int | None = None) -> None:
+def require(tasks: list[Batch], at_once: int) -> None:
     """Raises, before any begins, what `run_batches` raises of batches that cannot be trained on
-    this machine. `at_once`: as many batches share its memory; None is one a core."""
-    workers = workers or cores()
+    this machine. At most `at_once` batches share its memory."""
     populations = [batch for each, batch in tasks if each is None]
-    at_once = min(at_once or cores(), workers, len(populations))
     for batch in populations:
-        require_one_population(batch, "cpu", at_once)
+        require_one_population(batch, "cpu", min(at_once, len(populations)))
     for config in dict.fromkeys(replace(config, seed=0) for each, (config, *_) in tasks if each):
         plan_run(config)
 
@@ -274,15 +271,11 @@ def _train(
     except (ValueError, FloatingPointError, EnvironmentFailed) as error:
         if not alone:
             raise
-        record_failure(made.history, error)
+        # The history of a run that failed ends with minus infinity, and with the reason.
+        made.history.failure = str(error)
+        start = {"iteration": 0.0, "steps": 0.0, "seconds": 0.0}
+        made.history.add({**start, **made.history.last, "eval_return": -math.inf})
     return [made.history] if alone else made.histories(configs)
-
-
-def record_failure(history: History, error: Exception) -> None:
-    """Ends the history of a run that failed with minus infinity, and with the reason."""
-    history.failure = str(error)
-    start = {"iteration": 0.0, "steps": 0.0, "seconds": 0.0}
-    history.add({**start, **history.last, "eval_return": -math.inf})
 
 
 # Of run_batches, in a process of this machine's pool: the steps of each batch.
@@ -299,7 +292,7 @@ class LocalProcesses(ProcessPoolExecutor):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch"])
         self.others = set(multiprocessing.active_children())
-        super().__init__(processes, context, _begin_process, (steps, os.getpid()))
+        super().__init__(processes, context, _begin_process, (steps,))
 
     def __exit__(self, kind, error, traceback) -> None:
         if kind:
@@ -308,23 +301,17 @@ class LocalProcesses(ProcessPoolExecutor):
         self.shutdown(cancel_futures=True)
 
 
-def _begin_process(steps: MutableSequence[float], study: int) -> None:
+def _begin_process(steps: MutableSequence[float]) -> None:
     global _steps
     _steps = steps  # shared memory goes only to a process that begins
     # Its own has a semaphore of the system, which a worker that is killed would leave there
     tqdm.set_lock(threading.RLock())
     # Ctrl-C goes to all processes of a terminal, and the parent ends its children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with, args=(study,), daemon=True).start()
+    threading.Thread(target=_end_with_study, daemon=True).start()
 
 
-def end_with(study: int) -> None:
-    """Ends this process when the process `study` has ended.
-
-    It looks, because a pipe to that process would also stay open while a fork of it lives on.
-    """
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(study)
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(PAUSE)
+def _end_with_study() -> None:
+    """Ends this process when the process of the study has ended."""
+    multiprocessing.parent_process().join()
     os._exit(1)

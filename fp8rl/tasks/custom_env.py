@@ -5,9 +5,8 @@ import numpy as np
 import torch
 
 from ..distribution import Categorical
-from ..env import Cart, TensorEnv
+from ..env import LIMIT, Cart, TensorEnv
 from .by_id import TASKS, task_of
-from .drawing import picture_of_cart
 from .lqr import Lqr
 
 
@@ -15,7 +14,7 @@ class Single(gymnasium.Env):
     """One environment of a task as a Gymnasium environment, for other libraries.
 
     `task`         a TensorEnv of one environment, or a name as in `train --env-id`
-    `render_mode`  None, or "rgb_array" for a cart, which can be drawn (drawing.py)
+    `render_mode`  None, or "rgb_array" for a cart, which can be drawn
 
     To register a task of your own:
 
@@ -84,7 +83,7 @@ class Single(gymnasium.Env):
         """A picture of the state, uint8 [height, width, 3], or None without a render_mode."""
         if self.render_mode != "rgb_array":
             return None
-        return picture_of_cart(self.state[0], f"step {self.elapsed}")
+        return picture_of_cart(float(self.state[0, 0]))
 
     def _numbers(self, count: int) -> torch.Tensor:
         """Random numbers in [-1, 1), float32 [1, count]."""
@@ -102,10 +101,23 @@ class Single(gymnasium.Env):
         return seen[0].numpy()
 
 
+def picture_of_cart(position: float) -> np.ndarray:
+    """A picture of a cart, uint8 [120, 480, 3]: a black square on a blue track, whose middle is
+    green. A cart that has left the track is at the edge of the picture."""
+    picture = np.full((120, 480, 3), 255, dtype=np.uint8)
+    middle, scale = 240, 90  # pixels, and pixels in a unit of length
+    track = int(LIMIT * scale)
+    picture[:, middle - track : middle + track] = (221, 240, 251)
+    picture[:, middle - 1 : middle + 1] = (0, 158, 115)
+    cart = int(np.clip(middle + scale * position, 10, 470))
+    picture[50:70, cart - 10 : cart + 10] = 0
+    return picture
+
+
 class CustomEnv(Single):
     """The cart as a Gymnasium environment: `gymnasium.make("fp8rl.tasks:fp8rl/CustomEnv-v0")`.
 
-    `render_mode` is None or "rgb_array". The other options, and their errors, are those of Cart.
+    `render_mode` is None or "rgb_array". The other options are those of Cart.
     """
 
     def __init__(

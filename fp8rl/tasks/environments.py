@@ -49,15 +49,19 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(config: Config, task: type[TensorEnv] | None) -> Sizes:
-    """The sizes of a config's environments, of which one is made to know them."""
+    """The sizes of a config's environments, of which one is made to know them.
+
+    Raises ValueError for more discrete actions than the ring can store.
+    """
     make_env = env_maker(config, task)
     with contextlib.closing(make_env(1, config.start_noise, "cpu", config.seed)) as env:
-        return Sizes(
-            features=len(env.bounds[0]),
-            num_actions=env.num_actions,
-            action_size=env.num_actions if env.distribution is Gaussian else 0,
-            obs_type=env.obs.dtype,
-        )
+        action_size = env.num_actions if env.distribution is Gaussian else 0
+        if not action_size and env.num_actions > 256:
+            raise ValueError(
+                f"env_id is {config.env_id!r}, which has {env.num_actions} actions: give it at "
+                "most 256, which the ring stores in a byte"
+            )
+        return Sizes(len(env.bounds[0]), env.num_actions, action_size, env.obs.dtype)
 
 
 def env_maker(

@@ -8,12 +8,8 @@ An environment of your own is named as in `gymnasium.make`: "my_module:MyEnv-v0"
 registers it. A class that is not registered is named "my_module:MyEnv" (`gymnasium_id`)."""
 
 import contextlib
-import functools
 import signal
-import threading
-import traceback
 import warnings
-from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -23,8 +19,6 @@ from gymnasium.spaces import Box
 from ..distribution import Categorical, Gaussian
 from ..state import TensorState
 from .by_id import import_module_of, split_id, task_of
-
-VECTORIZATIONS = ("sync", "async")
 
 
 def one_line(thing) -> str:
@@ -36,45 +30,6 @@ class EnvironmentFailed(RuntimeError):
     """An environment raised, or its process died."""
 
 
-def failure(env_id: str, error: Exception) -> EnvironmentFailed:
-    """The exception for an environment that raised `error`, with a one-line message."""
-    what = f"{type(error).__name__}: {one_line(error)}{where_raised(error)}"
-    if isinstance(error, EOFError | ConnectionError):
-        what = "one of its processes died"
-    return EnvironmentFailed(
-        f"environment {env_id} failed ({what}): fix it, and resume if there is a checkpoint"
-    )
-
-
-def where_raised(error: Exception) -> str:
-    """The last line of the user's own code in an error's traceback, as ", my_env.py line 12".
-
-    Python's own library and installed packages are not the user's code. The string is empty for an
-    error that comes from another process, because Gymnasium passes no traceback on.
-    """
-    others = {Path(__file__).parents[1], Path(traceback.__file__).parent}
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        is_installed = {"site-packages", "dist-packages"} & set(path.parts)
-        if not (is_installed or others & set(path.parents) or path.name.startswith("<frozen")):
-            return f", {path.name} line {frame.lineno}"
-    return ""
-
-
-class ShapeCheck(gymnasium.ObservationWrapper):
-    """An environment whose observations must have the shape of their space.
-
-    Gymnasium's vector environments would only say that some array has the wrong shape, or repeat
-    the numbers of an observation that has too few.
-    """
-
-    def observation(self, observation: np.ndarray) -> np.ndarray:
-        shape = np.shape(observation)
-        if shape != self.observation_space.shape:
-            raise ValueError(f"obs has shape {shape}, not {self.observation_space.shape}")
-        return observation
-
-
 def flat(env: gymnasium.Env) -> gymnasium.Env:
     """Wraps an environment, so that its observations are flat features where they can be.
 
@@ -84,8 +39,8 @@ def flat(env: gymnasium.Env) -> gymnasium.Env:
     """
     space = env.observation_space
     if not isinstance(space, Box) and space.is_np_flattenable:
-        env = gymnasium.wrappers.FlattenObservation(env)
-    return ShapeCheck(env)
+        return gymnasium.wrappers.FlattenObservation(env)
+    return env
 
 
 @contextlib.contextmanager
@@ -94,9 +49,6 @@ def children_ignore_interrupts():
 
     Ctrl-C goes to every process of a terminal. The parent then ends these processes.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signal handlers can be set only there
-        return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -107,59 +59,26 @@ def children_ignore_interrupts():
 def gymnasium_id(env_id: str) -> str:
     """The name by which Gymnasium makes an environment, without the module that registers it.
 
-    The module of a name "module:name" is imported. If that is the name of a subclass of
-    gymnasium.Env there, the class is registered, with the time limit of its attribute `spec`, if it
-    has one. If it is registered already, without arguments, it keeps the name and time limit of
-    that registration. Raises ValueError if the module cannot be imported, for a class that is
-    registered more than once, and for something else than a class.
+    The module of a name "module:name" is imported. If that is the name of a class there, the class
+    is registered, with the time limit of its attribute `spec`, if it has one. Raises ValueError if
+    the module cannot be imported.
     """
     module, name = split_id(env_id)
     imported = import_module_of(env_id)
     named = getattr(imported, name, None) if imported else None
     if named is None or name in gymnasium.registry:
         return name
-    if not (isinstance(named, type) and issubclass(named, gymnasium.Env)):
-        raise ValueError(
-            f"env_id is {env_id!r}, which Gymnasium cannot make: name a subclass of gymnasium.Env, "
-            f"or an id that {module} registers, as in {module}:MyEnv-v0; for a TensorEnv, leave "
-            "out vectorization and film"
-        )
-    entry_points = (named, env_id, f"{named.__module__}:{named.__qualname__}")
-    ids = [
-        spec.id
-        for spec in gymnasium.registry.values()
-        if spec.entry_point in entry_points and not spec.kwargs
-    ]
-    if len(ids) > 1:
-        raise ValueError(
-            f"env_id is {env_id!r}, a class that is registered as {', '.join(ids)}: "
-            f"use one of these names, as in {module}:{ids[0]}"
-        )
-    if ids:
-        return ids[0]
     own_id = f"{module}.{name}"
+    spec = getattr(named, "spec", None)
     # An earlier class of this name, from a notebook's cell that was run again.
     gymnasium.registry.pop(own_id, None)
     gymnasium.register(
         own_id,
         named,
-        max_episode_steps=getattr(named.spec, "max_episode_steps", None),
-        reward_threshold=getattr(named.spec, "reward_threshold", None),
+        max_episode_steps=getattr(spec, "max_episode_steps", None),
+        reward_threshold=getattr(spec, "reward_threshold", None),
     )
     return own_id
-
-
-def why_not_made(env_id: str, error: Exception) -> str:
-    """Why Gymnasium cannot make an environment, and what to do about it, in one line."""
-    if isinstance(error, gymnasium.error.Error):
-        return (
-            f"which Gymnasium cannot make ({one_line(error).rstrip('.')}): register it first, "
-            "or name the module that does, as in my_module:MyEnv-v0 or my_module:MyEnv"
-        )
-    return (
-        f"which raises when it is made ({type(error).__name__}: {one_line(error)}"
-        f"{where_raised(error)}): fix its class, whose __init__ must not need arguments"
-    )
 
 
 def bounds_of(env_id: str, space: gymnasium.Space) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -197,18 +116,6 @@ def actions_of(
     )
 
 
-@functools.cache  # warns once
-def without_limit(env_id: str) -> int:
-    """The time limit of an environment that has none itself. Warns of it."""
-    steps = 10_000
-    warnings.warn(
-        f"env_id is {env_id!r}, without a time limit, so an evaluation takes up to {steps:,} "
-        "steps: register it with max_episode_steps",
-        stacklevel=3,
-    )
-    return steps
-
-
 class GymEnv(TensorState):
     """N copies of a Gymnasium environment on the CPU, with tensors on `device`.
 
@@ -216,17 +123,15 @@ class GymEnv(TensorState):
     it gets one of 10,000 steps, with a warning.
 
     `vectorization`  sync: one after the other in this process; async: each in its own process
-    `render_mode`    "rgb_array", if `render` is to be called
 
     Beside the attributes of a TensorEnv it has `actions`, the first of its discrete actions, or the
     lowest and highest values of its continuous actions, [A] each in the space's type; and
     `obs_type`, the type of its observations: float32 if that holds them.
 
     Raises ValueError for an environment that Gymnasium cannot make or that the agent cannot learn
-    in, and for an unknown vectorization. Observations must be a flat Box with features, or become
-    one (`flat`). Actions must be Discrete, with 2 to 256 actions, or a flat Box of bounded
-    floating-point numbers. All methods raise EnvironmentFailed if the environment raises, or if one
-    of its processes died.
+    in. Observations must be a flat Box with features, or become one (`flat`). Actions must be
+    Discrete, with 2 to 256 actions, or a flat Box of bounded floating-point numbers. The class and
+    its methods raise EnvironmentFailed if the environment raises, or if one of its processes died.
     """
 
     # There is no state, because Gymnasium cannot save an environment. A resumed run starts new
@@ -240,30 +145,33 @@ class GymEnv(TensorState):
         device="cpu",
         seed: int = 0,
         vectorization: str = "sync",
-        render_mode: str | None = None,
     ):
-        if vectorization not in VECTORIZATIONS:
-            raise ValueError(
-                f"vectorization is {vectorization!r}: choose from {', '.join(VECTORIZATIONS)}"
-            )
         name = gymnasium_id(env_id)
         self.discount = getattr(task_of(name), "discount", 1.0)
         self.env_id = env_id
         self.num_envs = num_envs
         self.device = torch.device(device)
-        self._async = vectorization == "async"
+        is_async = vectorization == "async"
         try:
-            with children_ignore_interrupts() if self._async else contextlib.nullcontext():
+            with children_ignore_interrupts() if is_async else contextlib.nullcontext():
                 self.envs = gymnasium.make_vec(
                     name,
                     num_envs,
                     vectorization_mode=vectorization,
                     vector_kwargs={"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP},
                     wrappers=[flat],
-                    **({"render_mode": render_mode} if render_mode else {}),
                 )
+        except gymnasium.error.Error as error:
+            raise ValueError(
+                f"env_id is {env_id!r}, which Gymnasium cannot make ({one_line(error).rstrip('.')})"
+                ": register it first, or name the module that does, as in my_module:MyEnv-v0 or "
+                "my_module:MyEnv"
+            ) from error
         except Exception as error:  # whatever the environment's own code raises
-            raise ValueError(f"env_id is {env_id!r}, {why_not_made(env_id, error)}") from error
+            raise EnvironmentFailed(
+                f"environment {env_id} cannot be made ({type(error).__name__}: {one_line(error)}): "
+                "fix its class, whose __init__ must not need arguments"
+            ) from error
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             observations = self.envs.single_observation_space
@@ -278,7 +186,13 @@ class GymEnv(TensorState):
             observations.dtype.kind in "iu" and np.abs(self.bounds).max() <= 2**24
         )
         self.obs_type = torch.float32 if is_held else torch.float64
-        self.max_steps = self.envs.spec.max_episode_steps or without_limit(env_id)
+        self.max_steps = self.envs.spec.max_episode_steps or 10_000
+        if not self.envs.spec.max_episode_steps:
+            warnings.warn(
+                f"env_id is {env_id!r}, without a time limit, so an evaluation takes up to "
+                f"{self.max_steps:,} steps: register it with max_episode_steps",
+                stacklevel=2,
+            )
         self.obs = self._tensor(obs, self.obs_type)
         self.done = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
 
@@ -326,18 +240,6 @@ class GymEnv(TensorState):
             truncated,
         )
 
-    def render(self) -> np.ndarray:
-        """A picture of the first environment, uint8 [height, width, 3].
-
-        `render_mode` must be "rgb_array". Raises EnvironmentFailed if the environment cannot be
-        drawn, as when a package is missing.
-        """
-        with self._guarded():
-            frame = np.asarray(self.envs.render()[0])
-            if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
-                raise ValueError(f"its picture is {frame.dtype}{list(frame.shape)}")
-        return frame
-
     def close(self) -> None:
         """Closes the environments and their processes."""
         # Processes that have already ended raise.
@@ -355,13 +257,9 @@ class GymEnv(TensorState):
         The environment's processes are then ended.
         """
         try:
-            with warnings.catch_warnings() if self._async else contextlib.nullcontext():
-                if self._async:
-                    # Gymnasium's warnings repeat the error of a worker in several lines.
-                    warnings.simplefilter("ignore")
-                # The environment may use torch in its own way.
-                with torch.inference_mode(False), torch.no_grad():
-                    yield
+            # The environment may use torch in its own way.
+            with torch.inference_mode(False), torch.no_grad():
+                yield
         except Exception as error:
             for process in getattr(self.envs, "processes", ()):
                 # Gymnasium's close would wait for an answer from dead processes
@@ -369,4 +267,10 @@ class GymEnv(TensorState):
                 self.envs.closed = True
             with contextlib.suppress(Exception):
                 self.envs.close()
-            raise failure(self.env_id, error) from error
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            if isinstance(error, EOFError | ConnectionError):
+                reason = "one of its processes died"
+            raise EnvironmentFailed(
+                f"environment {self.env_id} failed ({reason}): "
+                "fix it, and resume if there is a checkpoint"
+            ) from error

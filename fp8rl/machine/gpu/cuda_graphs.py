@@ -97,8 +97,8 @@ def no_garbage_collection():
             gc.enable()
 
 
-class DeviceClock(Clock):
-    """A ring's Clock in tensors on a GPU, so that it advances in a replay.
+class DeviceClock:
+    """What a ring's Clock does, in tensors on a GPU, so that it advances in a replay.
 
     The host does not know how many rows are complete. `size` is a number that it knows for sure.
     """
