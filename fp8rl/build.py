@@ -8,12 +8,11 @@ variants change:
     several processes (torchrun)     `all_reduce`, a share of the environments and of each batch
     CUDA graphs                      an object that launches iterations and reads them
     a ring in files                  a ring of disk/mapped_ring.py
-    weights in few bits              another optimizer, and a context in which the network acts
+    weights in few bits              another optimizer
     a network written out by hand    another class of network, and the learner's `gradients`
     kernels for a GPU                functions that machine/gpu/install.py puts into the parts
 """
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -88,10 +87,8 @@ def build(
     model = learning.prepare(model)
 
     # The optimizer.
-    in_use = contextlib.nullcontext
     if plan.places:
         optimizer = low_bit_optimizer(plan.places, settled.learning_rate, model, seed)
-        in_use = optimizer.unpacked
     else:
         optimizer = adam(model, settled.learning_rate, capturable=plan.uses_graph)
 
@@ -105,16 +102,14 @@ def build(
         all_reduce,
         gradients=gradients_on(learning.device),
     )
-    collector = Collector(env, actor, acting, config.rollout_length, seed, in_use=in_use)
+    collector = Collector(env, actor, acting, config.rollout_length, seed)
     # The first observations. In a resumed run, its state replaces these statistics.
     model.add_observations(env.obs, all_reduce)
     if rank == 0:
         evaluated = None
         if plan.evaluated_is_copy:
             evaluated = copy.deepcopy(model).to(evaluating.device)
-        evaluator = Evaluator(
-            config.eval_episodes, evaluating, make_evaluation_env, evaluated, in_use
-        )
+        evaluator = Evaluator(config.eval_episodes, evaluating, make_evaluation_env, evaluated)
     else:
         evaluator = processes.NoEvaluator()
     ring_settings = (plan.ring_rows, plan.num_envs, env.bounds, plan.codec)
@@ -143,8 +138,7 @@ def low_bit_optimizer(
     optimizer = LowBitAdam(parameters, learning_rate, eps=ADAM_EPS, noise=noise, **places)
     # The first rollout is collected by the rounded weights, as in a population. And a checkpoint
     # has all weights in the optimizer's state.
-    optimizer.pack_weights()
-    optimizer.attach(model)
+    optimizer.round_weights()
     return optimizer
 
 

@@ -148,13 +148,6 @@ def action_noise(
     return env.distribution.noise(numbers)
 
 
-def sampler_of(env):
-    """The function that samples the actions of an environment, in the form that suits it best."""
-    if env.computes_with_actions:
-        return env.distribution.sample_numbers
-    return env.distribution.sample
-
-
 @contextlib.contextmanager
 def inference(env):
     """Inference mode, for stepping an environment.
@@ -187,10 +180,9 @@ def unroll(model, env, noise, starts, state):
     rewards = []
     ends = []
     resets_first = env.done  # the first step resets where the last rollout ended an episode
-    sample = sampler_of(env)
     for step_noise, start in zip(noise.unbind(), starts, strict=True):
         output, state = model.policy(env.obs, state)
-        action = sample(output, step_noise)
+        action = env.distribution.sample(output, step_noise)
         if state is not None:
             # Where this step resets, a new episode begins, in which the policy's state is 0.
             state = torch.where(env.done.unsqueeze(-1), 0, state)
@@ -205,10 +197,9 @@ def unroll(model, env, noise, starts, state):
     flags = TERMINATED * ends[:, 0] + TRUNCATED * ends[:, 1]
     resets = torch.cat((resets_first.unsqueeze(0), flags[:-1] != 0))
     flags += DUMMY * resets.byte()
-    actions = env.distribution.actions(torch.stack(actions))
     return (
         torch.stack(obs),
-        actions,
+        torch.stack(actions),
         torch.stack(rewards),
         flags,
         torch.stack(outputs),
@@ -226,7 +217,6 @@ class Collector:
     `length`     T, the steps of a rollout
     `seed`       seed of the actions' noise
     `loop`       `unroll`, or a faster form of it
-    `in_use`     makes a context that is entered while the network acts
 
         >>> from fp8rl.env import Cart
         >>> from fp8rl.model import ActorCritic
@@ -246,7 +236,6 @@ class Collector:
         length: int,
         seed=0,
         loop=unroll,
-        in_use=contextlib.nullcontext,
     ):
         self.env = env
         self.model = model
@@ -254,7 +243,6 @@ class Collector:
         self.length = length
         self.seed = seed
         self.loop = loop
-        self.in_use = in_use
         # The state of a recurrent policy, float32 [N, W]; None is 0.
         self.state: torch.Tensor | None = None
         # The number of rollouts collected so far, which is the `iteration` of their random numbers.
@@ -272,11 +260,7 @@ class Collector:
         Returns a Rollout [T, N].
         """
         learned.update_statistics()
-        with self.in_use():
-            self.sync(learned)
-            return self._collect()
-
-    def _collect(self) -> Rollout:
+        self.sync(learned)
         noise = action_noise(self.env, self.length, self.seed, "actions", self.rollouts, self.words)
         starts = self.env.draw(self.length)
         self.rollouts += 1

@@ -97,10 +97,8 @@ def refused(message: str, call, *arguments, error: type[Exception] = ValueError,
 
 
 def weights(run: Run) -> torch.Tensor:
-    """All weights of a run's network, also of one whose optimizer keeps them packed."""
-    unpacked = getattr(run.learner.optimizer, "unpacked", contextlib.nullcontext)
-    with unpacked():
-        return torch.nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
+    """All weights of a run's network."""
+    return torch.nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
 
 
 def assert_same(one: Run, other: Run) -> None:

@@ -791,9 +791,6 @@ REFUSED = {
     "sample is 0: give a whole number": lambda: Doctor(adam(network()), sample=0),
     "sample is 2.5: ": lambda: Doctor(adam(network()), sample=2.5),
     "length is 0": lambda: Doctor(adam(network()), length=0),
-    "formats has weights=e4m3:block: leave block out": lambda: formats("weights=e4m3:block"),
-    "formats has weights=e4m3:mx: leave mx out": lambda: formats("weights=e4m3:mx"),
-    "formats has grad=e4m3:block: leave": lambda: formats("grad=e4m3:block"),
     "formats has the place 'targets'": lambda: formats("targets=bf16"),
     "formats is 'weights=bf16 m=e4m3': give each": lambda: formats("weights=bf16 m=e4m3"),
     "formats is 'm=bf16 m=bf16'": lambda: formats("m=bf16", "m=bf16"),
@@ -806,9 +803,6 @@ REFUSED = {
     "rate is None": lambda: follow([torch.ones(3)], rate=None),
     "name is 'v'": lambda: follow([torch.ones(3)], name="v"),
     "name is 'grad'": lambda: follow([torch.ones(3)], name="grad"),
-    "formats has weights=e4m3:block: leave": lambda: follow(
-        [torch.ones(3)], formats=["e4m3:block"]
-    ),
     "optimizer is 'alpha'": lambda: formats("m=bf16").look(None, "alpha"),
     r"weights=bf16 is not fine in optimizer 0 \(not judged: ": lambda: require("weights=bf16"),
     "m=fp16 was not watched: .*moments need Adam": lambda: require("m=fp16"),

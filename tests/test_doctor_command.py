@@ -383,8 +383,6 @@ REFUSED = {
     "watch --tolerates 1 script.py": "argument --tolerates: invalid float value: 'script.py'",
     "watch --tolerates 2 8 script.py": r"tolerates is \[2.0, 8.0\]",
     "watch --formats weights=e99m1 script.py": "formats has 'weights=e99m1'",
-    "watch --formats m=e4m3:block script.py": "formats has m=e4m3:block: leave block out",
-    "watch --formats m=e4m3:mx script.py": "formats has m=e4m3:mx: leave mx out",
     "watch --formats m=bf16=m=bf16 script.py": "formats is 'm=bf16 m=bf16'",
     "watch --json exists.json script.py": "json is exists.json, which exists",
     "watch none.py": "script is none.py: there is no such file",

@@ -172,11 +172,6 @@ def check(config: Config, machine: Machine, places: Places, processes: int) -> N
     if "weights" in places:
         same = config.acting_precision == config.precision
         require("collect_precision", same, "leave it out, it needs a float32 copy of the weights")
-        require(
-            "formats",
-            not places["weights"].block,
-            "leave block or mx out, a run keeps one scale for each tensor of weights",
-        )
     if places:
         alone = processes == 1 and one_device and machine.on("evaluate") == machine.on("learn")
         require("formats", alone, "leave it out, or use one process, and one device for all parts")
