@@ -28,7 +28,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from matplotlib.patches import Rectangle
-from replay_lesson import EARLIER
 from results import Journal, table_of, write_tables
 from tasks import CART, LQR, above_optimum
 
@@ -37,7 +36,18 @@ from fp8rl.study import comparison, parallel
 from fp8rl.study.statistics import fails
 
 STEPS, SEEDS = 51_200, 32
-SETTINGS = EARLIER | {"gamma": 0.985, "lam": 0.95, "capacity": 100_000, "halved_after": 0}
+SETTINGS = {
+    "rollout_length": 32,
+    "slice_length": 32,
+    "batch_size": 512,
+    "replay_updates": 2,
+    "capacity": 100_000,
+    "gamma": 0.985,
+    "lam": 0.95,
+    "entropy_coef": 0.01,
+    "halved_after": 0,
+    "normalize_obs": False,
+}
 RATES = {CART: 5e-4, LQR: 5e-3}
 PLACES = {
     "forward": "forward operands",

@@ -11,7 +11,7 @@ texts, which every Python ships, with AdamW's decoupled weight decay. Its optimi
 
     python benchmarks/characters.py benchmarks/results/characters.md
 
-Beside a loss stand the bytes that are stored for a parameter between updates, and those that an
+Beside a loss stand the bytes that are stored for a parameter while it is packed, and those that an
 update needs at its peak beside the activations: what is stored, float32 weights and gradients, and
 the noise of stochastic rounding.
 """
@@ -104,7 +104,6 @@ def train(arm: str, seed: int) -> list[float]:
     optimizer = LowBitAdam(
         model.parameters(), lr=LEARNING_RATE, weight_decay=DECAY, seed=seed, **ARMS[arm][0]
     )
-    optimizer.attach(model)
     generator = torch.Generator().manual_seed(seed)
     losses = []
     for update in range(1, UPDATES + 1):

@@ -39,6 +39,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -510,15 +511,11 @@ def matrices(model: nn.Module) -> list[Tensor]:
     return [x for name, x in named if x.dim() > 1 and not name.endswith("mlp.gate.weight")]
 
 
-def by_torchao(name: str) -> Callable[[nn.Module], None]:
+def by_torchao(model: nn.Module, config: str) -> None:
     """Quantizes weights with torchao, by the name of one of its configs, but not those of experts."""
+    from torchao import quantization
 
-    def quantize(model: nn.Module) -> None:
-        from torchao import quantization
-
-        quantization.quantize_(model.model, getattr(quantization, name)())
-
-    return quantize
+    quantization.quantize_(model.model, getattr(quantization, config)())
 
 
 def to_int4(model: nn.Module) -> None:
@@ -549,7 +546,7 @@ def rounded_e4m3(x: Tensor) -> Tensor:
     return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
-def with_rounded_cache(round_to: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
+def with_rounded_cache(model: nn.Module, round_to: Callable[[Tensor], Tensor]) -> None:
     """Computes in bfloat16, and rounds keys and values of each head before they are kept.
 
     Keys are rounded before the rotation by their position.
@@ -558,16 +555,13 @@ def with_rounded_cache(round_to: Callable[[Tensor], Tensor]) -> Callable[[nn.Mod
     def hook(layer: nn.Linear, inputs, output: Tensor) -> Tensor:
         return round_to(output.unflatten(-1, (-1, SHAPE["head_dim"]))).flatten(-2)
 
-    def quantize(model: nn.Module) -> None:
-        to_dtype(model, torch.bfloat16)
-        for layer in model.model.layers:
-            layer.self_attn.k_proj.register_forward_hook(hook)
-            layer.self_attn.v_proj.register_forward_hook(hook)
-
-    return quantize
+    to_dtype(model, torch.bfloat16)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.register_forward_hook(hook)
+        layer.self_attn.v_proj.register_forward_hook(hook)
 
 
-def invariant(dtype: torch.dtype) -> Callable[[nn.Module], None]:
+def invariant(model: nn.Module, dtype: torch.dtype) -> None:
     """Rounds weights and what modules return, and computes in float32 between.
 
     Sums of another order then differ in few tokens, as in kernels that do not depend on the batch.
@@ -576,25 +570,26 @@ def invariant(dtype: torch.dtype) -> Callable[[nn.Module], None]:
     def rounded_output(module: nn.Module, inputs, output):
         return output.to(dtype).float() if isinstance(output, Tensor) else output
 
-    def quantize(model: nn.Module) -> None:
-        to_dtype(model, dtype)
-        to_dtype(model, torch.float32)
-        for module in model.modules():
-            module.register_forward_hook(rounded_output)
-
-    return quantize
+    to_dtype(model, dtype)
+    to_dtype(model, torch.float32)
+    for module in model.modules():
+        module.register_forward_hook(rounded_output)
 
 
 QUANTIZERS = {
-    "invariant bf16": invariant(torch.bfloat16),
-    "invariant fp16": invariant(torch.float16),
-    "int8 weights": by_torchao("Int8WeightOnlyConfig"),
-    "int8 weights and activations": by_torchao("Int8DynamicActivationInt8WeightConfig"),
-    "fp8 weights": by_torchao("Float8WeightOnlyConfig"),
+    "invariant bf16": partial(invariant, dtype=torch.bfloat16),
+    "invariant fp16": partial(invariant, dtype=torch.float16),
+    "int8 weights": partial(by_torchao, config="Int8WeightOnlyConfig"),
+    "int8 weights and activations": partial(
+        by_torchao, config="Int8DynamicActivationInt8WeightConfig"
+    ),
+    "fp8 weights": partial(by_torchao, config="Float8WeightOnlyConfig"),
     "fp8 weights and activations": to_e4m3,
     "int4 weights": to_int4,
-    "8-bit cache": with_rounded_cache(lambda x: rounded_integers(x, 8)),
-    "e4m3 cache": with_rounded_cache(lambda x: x.to(torch.float8_e4m3fn).to(x.dtype)),
+    "8-bit cache": partial(with_rounded_cache, round_to=lambda x: rounded_integers(x, 8)),
+    "e4m3 cache": partial(
+        with_rounded_cache, round_to=lambda x: x.to(torch.float8_e4m3fn).to(x.dtype)
+    ),
 }
 
 
@@ -748,14 +743,12 @@ def sent_midway(lab: Lab, actor: nn.Module, prompts: list[list[int]], seed: int)
     return in_turns(lab, actors, prompts, [[] for _ in prompts], seed, 64)
 
 
-def stale_prefixes(every: int) -> Callable[[Lab, nn.Module, list[list[int]], int], Rollout]:
+def stale_prefixes(
+    lab: Lab, actor: nn.Module, prompts: list[list[int]], seed: int, every: int
+) -> Rollout:
     """The prompts of every so manieth sequence were cached before the newest weights came."""
-
-    def roll(lab: Lab, actor: nn.Module, prompts: list[list[int]], seed: int) -> Rollout:
-        cached = lab.act(actor, prompts, seed, cached_by=lab.model("bf16", "older"))
-        return cached if every == 1 else mixed(cached, lab.act(actor, prompts, seed), every)
-
-    return roll
+    cached = lab.act(actor, prompts, seed, cached_by=lab.model("bf16", "older"))
+    return mixed(cached, lab.act(actor, prompts, seed), every)
 
 
 def stale_replica(lab: Lab, actor: nn.Module, prompts: list[list[int]], seed: int) -> Rollout:
@@ -782,67 +775,45 @@ def of_draft(lab: Lab, actor: nn.Module, prompts: list[list[int]], seed: int) ->
 # Faults of a model
 
 
-def not_sent(prefix: str) -> Callable[[Lab, nn.Module], None]:
+def not_sent(lab: Lab, model: nn.Module, prefix: str) -> None:
     """The newest weights whose names begin so were not sent."""
-
-    def change(lab: Lab, model: nn.Module) -> None:
-        older = lab.weights("older").state_dict()
-        model.load_state_dict({x: older[x] for x in older if x.startswith(prefix)}, strict=False)
-
-    return change
+    older = lab.weights("older").state_dict()
+    model.load_state_dict({x: older[x] for x in older if x.startswith(prefix)}, strict=False)
 
 
-def expert_not_sent(layer: int) -> Callable[[Lab, nn.Module], None]:
+def expert_not_sent(lab: Lab, model: nn.Module, layer: int) -> None:
     """The newest weights of the expert that learned most last: some experts hardly get a token."""
-
-    def change(lab: Lab, model: nn.Module) -> None:
-        older = lab.weights("older").model.layers[layer].mlp.experts
-        experts = model.model.layers[layer].mlp.experts
-        learned = (experts.down_proj.float() - older.down_proj).flatten(1).norm(dim=1)
-        expert = int(learned.argmax())
-        for name, weight in experts.named_parameters():
-            weight.data[expert] = older.get_parameter(name).data[expert]
-
-    return change
+    older = lab.weights("older").model.layers[layer].mlp.experts
+    experts = model.model.layers[layer].mlp.experts
+    learned = (experts.down_proj.float() - older.down_proj).flatten(1).norm(dim=1)
+    expert = int(learned.argmax())
+    for name, weight in experts.named_parameters():
+        weight.data[expert] = older.get_parameter(name).data[expert]
 
 
-def scaled(path: str, factor: float) -> Callable[[Lab, nn.Module], object]:
+def scaled(lab: Lab, model: nn.Module, part: str, factor: float) -> None:
     """What a part of the model returns is multiplied by a factor."""
-    return lambda lab, model: model.get_submodule(path).register_forward_hook(
-        lambda *call: call[-1] * factor
-    )
+    model.get_submodule(part).register_forward_hook(lambda *call: call[-1] * factor)
 
 
-def biased(tokens: list[int]) -> Callable[[Lab, nn.Module], object]:
+def biased(lab: Lab, model: nn.Module, tokens: list[int]) -> None:
     """3.0 is added to the logits of some tokens."""
-
-    def change(lab: Lab, model: nn.Module) -> None:
-        bias = torch.zeros(lab.about["vocabulary"])
-        bias[tokens] = 3.0
-        model.lm_head.register_forward_hook(lambda *call: call[-1] + bias)
-
-    return change
+    bias = torch.zeros(lab.about["vocabulary"])
+    bias[tokens] = 3.0
+    model.lm_head.register_forward_hook(lambda *call: call[-1] + bias)
 
 
-def shards_swapped(layer: int) -> Callable[[Lab, nn.Module], None]:
+def shards_swapped(lab: Lab, model: nn.Module, layer: int) -> None:
     """The halves of a matrix lie in the wrong order, as if two shards were exchanged."""
-
-    def change(lab: Lab, model: nn.Module) -> None:
-        name = next(x for x in model.state_dict() if f"layers.{layer}.mlp" in x and "down" in x)
-        weight = model.get_parameter(name)
-        weight.data = weight.data.roll(weight.shape[-1] // 2, -1)
-
-    return change
+    name = next(x for x in model.state_dict() if f"layers.{layer}.mlp" in x and "down" in x)
+    weight = model.get_parameter(name)
+    weight.data = weight.data.roll(weight.shape[-1] // 2, -1)
 
 
-def routed_in(dtype: torch.dtype) -> Callable[[Lab, nn.Module], None]:
+def routed_in(lab: Lab, model: nn.Module, dtype: torch.dtype) -> None:
     """The routers compute in another type than the rest."""
-
-    def change(lab: Lab, model: nn.Module) -> None:
-        for layer in model.model.layers:
-            layer.mlp.gate.to(dtype).register_forward_pre_hook(lambda _, x: (x[0].to(dtype),))
-
-    return change
+    for layer in model.model.layers:
+        layer.mlp.gate.to(dtype).register_forward_pre_hook(lambda _, x: (x[0].to(dtype),))
 
 
 def one_expert_less(lab: Lab, model: nn.Module) -> None:
@@ -854,14 +825,10 @@ def final_softcap_off(lab: Lab, model: nn.Module) -> None:
     model.config.final_logit_softcapping = None
 
 
-def in_attention(name: str, value: float | None) -> Callable[[Lab, nn.Module], None]:
-    """An attribute of the attention of all layers has another value."""
-
-    def change(lab: Lab, model: nn.Module) -> None:
-        for layer in model.model.layers:
-            setattr(layer.self_attn, name, value)
-
-    return change
+def in_attention(lab: Lab, model: nn.Module, **attributes: float | None) -> None:
+    """Attributes of the attention of all layers have other values."""
+    for layer in model.model.layers:
+        vars(layer.self_attn).update(attributes)
 
 
 def tied_head(lab: Lab, model: nn.Module) -> None:
@@ -869,23 +836,19 @@ def tied_head(lab: Lab, model: nn.Module) -> None:
     model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
 
 
-def adapter(times: float) -> Callable[[Lab, nn.Module], None]:
+def adapter(lab: Lab, model: nn.Module, times: float) -> None:
     """An adapter of rank 4 is added so many times more: the largest part of what queries and values
     learned last."""
-
-    def change(lab: Lab, model: nn.Module) -> None:
-        older = lab.weights("older").model.layers
-        for layer, before in zip(model.model.layers, older, strict=True):
-            for name in ("q_proj", "v_proj"):
-                weight = getattr(layer.self_attn, name).weight
-                learned = weight.data.float() - getattr(before.self_attn, name).weight.data
-                u, s, v = torch.linalg.svd(learned, full_matrices=False)
-                weight.data += times * (u[:, :4] * s[:4] @ v[:4]).to(weight.dtype)
-
-    return change
+    older = lab.weights("older").model.layers
+    for layer, before in zip(model.model.layers, older, strict=True):
+        for name in ("q_proj", "v_proj"):
+            weight = getattr(layer.self_attn, name).weight
+            learned = weight.data.float() - getattr(before.self_attn, name).weight.data
+            u, s, v = torch.linalg.svd(learned, full_matrices=False)
+            weight.data += times * (u[:, :4] * s[:4] @ v[:4]).to(weight.dtype)
 
 
-def head_scaled(layer: int, factor: float) -> Callable[[Lab, nn.Module], None]:
+def head_scaled(lab: Lab, model: nn.Module, layer: int, factor: float) -> None:
     """One head of one layer multiplies its scores by a factor."""
 
     def first_scaled(module: nn.Module, inputs, output: Tensor) -> Tensor:
@@ -893,12 +856,9 @@ def head_scaled(layer: int, factor: float) -> Callable[[Lab, nn.Module], None]:
         queries[..., : SHAPE["head_dim"]] *= factor
         return queries.view_as(output)
 
-    def change(lab: Lab, model: nn.Module) -> None:
-        attention = model.model.layers[layer].self_attn
-        queries = getattr(attention, "q_norm", attention.q_proj)  # a norm would undo the factor
-        queries.register_forward_hook(first_scaled)
-
-    return change
+    attention = model.model.layers[layer].self_attn
+    queries = getattr(attention, "q_norm", attention.q_proj)  # a norm would undo the factor
+    queries.register_forward_hook(first_scaled)
 
 
 def other_theta(lab: Lab, model: nn.Module) -> None:
@@ -917,7 +877,7 @@ def rounded_frequencies(lab: Lab, model: nn.Module) -> None:
 def dropout(lab: Lab, model: nn.Module) -> None:
     """A tenth of the attention's weights is dropped, as in training."""
     model.train()
-    in_attention("attention_dropout", 0.1)(lab, model)
+    in_attention(lab, model, attention_dropout=0.1)
 
 
 def larger_vocabulary(lab: Lab, model: nn.Module) -> None:
@@ -1002,19 +962,17 @@ def other_reply(inputs: Inputs, rollout: Rollout) -> Inputs:
 # Faults of what is saved
 
 
-def rolled(axis: int) -> Callable[[Arrays, Rollout], Arrays]:
+def rolled(arrays: Arrays, rollout: Rollout, axis: int) -> Arrays:
     """The learner's numbers are of another sequence (axis 0) or token (1)."""
-    return lambda arrays, _: arrays | {"learner_logp": np.roll(arrays["learner_logp"], 1, axis)}
+    return arrays | {"learner_logp": np.roll(arrays["learner_logp"], 1, axis)}
 
 
-def reordered(order_of: Callable[[np.ndarray], np.ndarray]) -> Callable[[Arrays, Rollout], Arrays]:
+def reordered(
+    arrays: Arrays, rollout: Rollout, order_of: Callable[[np.ndarray], np.ndarray]
+) -> Arrays:
     """The learner's rows are in another order, which is a function of the mask."""
-
-    def change(arrays: Arrays, rollout: Rollout) -> Arrays:
-        learner = np.where(arrays["mask"], arrays["learner_logp"], 0.0)
-        return arrays | {"learner_logp": learner[order_of(arrays["mask"])]}
-
-    return change
+    learner = np.where(arrays["mask"], arrays["learner_logp"], 0.0)
+    return arrays | {"learner_logp": learner[order_of(arrays["mask"])]}
 
 
 def by_length(mask: np.ndarray) -> np.ndarray:
@@ -1049,12 +1007,13 @@ def token_missing(arrays: Arrays, rollout: Rollout) -> Arrays:
     return arrays | {"learner_logp": learner}
 
 
-def in_base(name: str, base: float) -> Callable[[Arrays, Rollout], Arrays]:
-    return lambda arrays, _: arrays | {name: arrays[name] / np.float32(math.log(base))}
+def in_base(arrays: Arrays, rollout: Rollout, name: str, base: float) -> Arrays:
+    return arrays | {name: arrays[name] / np.float32(math.log(base))}
 
 
-def rounded(decimals: int, *names: str) -> Callable[[Arrays, Rollout], Arrays]:
-    return lambda arrays, _: arrays | {x: arrays[x].round(decimals) for x in names}
+def rounded(arrays: Arrays, rollout: Rollout, names: list[str]) -> Arrays:
+    """Three decimals are saved."""
+    return arrays | {x: arrays[x].round(3) for x in names}
 
 
 def swapped(arrays: Arrays, rollout: Rollout) -> Arrays:
@@ -1163,11 +1122,14 @@ SOUND = [
     both("bf16", " at 1.2", sampling={"temperature": 1.2}, scoring={"temperature": 1.2}),
     both("bf16", ", saved as float16", change_dump=as_float16),
     both("bf16", ", tool tokens masked", roll=with_tool),
-    Recipe("bf16 actor, 3 decimals saved", change_dump=rounded(3, "learner_logp", "actor_logp")),
+    Recipe(
+        "bf16 actor, 3 decimals saved",
+        change_dump=partial(rounded, names=["learner_logp", "actor_logp"]),
+    ),
     both(
         "bf16",
         ", float32 routers in the learner",
-        change_learner=routed_in(torch.float32),
+        change_learner=partial(routed_in, dtype=torch.float32),
         models=MOE,
     ),
     *[
@@ -1256,8 +1218,8 @@ def bugs(seed: int) -> list[Recipe]:
         sampled("padding attended by the actor", ("padding", "beginning"), masks_padding=False),
         Recipe("logits a position too early", ("shift",), scoring={"offset": -1}),
         Recipe("logits a position too late", ("shift",), scoring={"offset": 1}),
-        Recipe("rolled by a token", ("shift",), change_dump=rolled(1)),
-        Recipe("rolled by a sequence", ("order", "shift"), change_dump=rolled(0)),
+        Recipe("rolled by a token", ("shift",), change_dump=partial(rolled, axis=1)),
+        Recipe("rolled by a sequence", ("order", "shift"), change_dump=partial(rolled, axis=0)),
         Recipe(
             "first token twice",
             OF_PROMPT,
@@ -1294,15 +1256,19 @@ def bugs(seed: int) -> list[Recipe]:
         Recipe(
             f"a head's scores times {strength}",
             OF_WEIGHTS,
-            change_learner=head_scaled(layers[0], strength),
+            change_learner=partial(head_scaled, layer=layers[0], factor=strength),
         ),
         *[
-            Recipe(f"layer {x} not sent", OF_WEIGHTS, change_actor=not_sent(f"model.layers.{x}."))
+            Recipe(
+                f"layer {x} not sent",
+                OF_WEIGHTS,
+                change_actor=partial(not_sent, prefix=f"model.layers.{x}."),
+            )
             for x in layers[:2]
         ],
-        Recipe("the head not sent", OF_WEIGHTS, change_actor=not_sent("lm_head.")),
+        Recipe("the head not sent", OF_WEIGHTS, change_actor=partial(not_sent, prefix="lm_head.")),
         Recipe("the head tied to the embedding", OF_WEIGHTS, change_actor=tied_head),
-        Recipe("an adapter not merged", OF_WEIGHTS, change_actor=adapter(-1)),
+        Recipe("an adapter not merged", OF_WEIGHTS, change_actor=partial(adapter, times=-1)),
         Recipe(
             "64 padded rows in the vocabulary",
             ("truncation", *OF_WEIGHTS),
@@ -1328,25 +1294,37 @@ def bugs(seed: int) -> list[Recipe]:
         Recipe(
             "rows reversed",
             ("order",),
-            change_dump=reordered(lambda mask: np.arange(len(mask))[::-1]),
+            change_dump=partial(reordered, order_of=lambda mask: np.arange(len(mask))[::-1]),
         ),
-        Recipe("rows sorted by length", ("order",), change_dump=reordered(by_length)),
-        Recipe("rows of batches rolled", ("order", "shift"), change_dump=reordered(within_batches)),
-        Recipe("four rows exchanged", ("order",), change_dump=reordered(four_exchanged)),
+        Recipe(
+            "rows sorted by length", ("order",), change_dump=partial(reordered, order_of=by_length)
+        ),
+        Recipe(
+            "rows of batches rolled",
+            ("order", "shift"),
+            change_dump=partial(reordered, order_of=within_batches),
+        ),
+        Recipe(
+            "four rows exchanged",
+            ("order",),
+            change_dump=partial(reordered, order_of=four_exchanged),
+        ),
         Recipe("quarters rolled", ("order", "shift"), change_dump=rolled_pieces),
         Recipe("a token missing, the rest one off", ("shift", "order"), change_dump=token_missing),
         Recipe(
-            "the actor's in base 2", ("base", "temperature"), change_dump=in_base("actor_logp", 2)
+            "the actor's in base 2",
+            ("base", "temperature"),
+            change_dump=partial(in_base, name="actor_logp", base=2),
         ),
         Recipe(
             "the learner's in base 10",
             ("base", "temperature"),
-            change_dump=in_base("learner_logp", 10),
+            change_dump=partial(in_base, name="learner_logp", base=10),
         ),
         Recipe(
             "float32 in both, 3 decimals of the actor's saved",
             ("grid", "precision", "other"),
-            change_dump=rounded(3, "actor_logp"),
+            change_dump=partial(rounded, names=["actor_logp"]),
             **IN_FLOAT32,
         ),
         Recipe(
@@ -1383,34 +1361,46 @@ def bugs(seed: int) -> list[Recipe]:
         Recipe(
             "cached prompts of older weights",
             (*OF_PROMPT, "padding", "stale"),
-            roll=stale_prefixes(1),
+            roll=partial(stale_prefixes, every=1),
         ),
         Recipe(
             "cached prompts of older weights in every second sequence",
             (*OF_CONTEXT, "stale"),
-            roll=stale_prefixes(2),
+            roll=partial(stale_prefixes, every=2),
         ),
         Recipe("one of four replicas is stale", ("padding", *OF_OLD_WEIGHTS), roll=stale_replica),
         Recipe("a fifth by a draft", ("heavy tail", *OF_OLD_WEIGHTS), roll=of_draft),
-        Recipe("the embedding not sent", OF_WEIGHTS, change_actor=not_sent("model.embed_tokens.")),
-        Recipe("all weights are older", OF_OLD_WEIGHTS, change_actor=not_sent("")),
-        Recipe(f"the head times {larger}", OF_HEAD, change_actor=scaled("lm_head", larger)),
         Recipe(
-            f"the final norm times {larger}", OF_HEAD, change_learner=scaled("model.norm", larger)
+            "the embedding not sent",
+            OF_WEIGHTS,
+            change_actor=partial(not_sent, prefix="model.embed_tokens."),
+        ),
+        Recipe("all weights are older", OF_OLD_WEIGHTS, change_actor=partial(not_sent, prefix="")),
+        Recipe(
+            f"the head times {larger}",
+            OF_HEAD,
+            change_actor=partial(scaled, part="lm_head", factor=larger),
+        ),
+        Recipe(
+            f"the final norm times {larger}",
+            OF_HEAD,
+            change_learner=partial(scaled, part="model.norm", factor=larger),
         ),
         Recipe(
             f"the embedding times {largest}",
             OF_WEIGHTS,
-            change_actor=scaled("model.embed_tokens", largest),
+            change_actor=partial(scaled, part="model.embed_tokens", factor=largest),
         ),
-        Recipe("attention is not scaled", OF_WEIGHTS, change_actor=in_attention("scaling", 1.0)),
+        Recipe(
+            "attention is not scaled", OF_WEIGHTS, change_actor=partial(in_attention, scaling=1.0)
+        ),
         Recipe(
             f"shards of layer {layers[1]} swapped",
             OF_WEIGHTS,
-            change_actor=shards_swapped(layers[1]),
+            change_actor=partial(shards_swapped, layer=layers[1]),
         ),
-        Recipe("an adapter twice as strong", OF_WEIGHTS, change_actor=adapter(1)),
-        Recipe("3 added to 5 logits", OF_WEIGHTS, change_learner=biased(tokens)),
+        Recipe("an adapter twice as strong", OF_WEIGHTS, change_actor=partial(adapter, times=1)),
+        Recipe("3 added to 5 logits", OF_WEIGHTS, change_learner=partial(biased, tokens=tokens)),
         Recipe(
             "float32 in both, rotary frequencies in bf16",
             OF_POSITIONS,
@@ -1421,7 +1411,7 @@ def bugs(seed: int) -> list[Recipe]:
             Recipe(
                 f"an expert not sent{words}",
                 OF_EXPERTS,
-                change_actor=expert_not_sent(layers[2]),
+                change_actor=partial(expert_not_sent, layer=layers[2]),
                 models=MOE,
                 **options,
             )
@@ -1430,14 +1420,14 @@ def bugs(seed: int) -> list[Recipe]:
         Recipe(
             "a router not sent",
             OF_EXPERTS,
-            change_actor=not_sent(f"model.layers.{layers[3]}.mlp.gate."),
+            change_actor=partial(not_sent, prefix=f"model.layers.{layers[3]}.mlp.gate."),
             models=MOE,
         ),
         Recipe("one expert less", OF_EXPERTS, change_actor=one_expert_less, models=MOE),
         Recipe(
             "float32 in both, routers in bf16",
             OF_EXPERTS,
-            change_actor=routed_in(torch.bfloat16),
+            change_actor=partial(routed_in, dtype=torch.bfloat16),
             models=MOE,
             **IN_FLOAT32,
         ),
@@ -1445,19 +1435,19 @@ def bugs(seed: int) -> list[Recipe]:
         Recipe(
             "the attention's softcap off",
             OF_WEIGHTS,
-            change_learner=in_attention("attn_logit_softcapping", None),
+            change_learner=partial(in_attention, attn_logit_softcapping=None),
             models=GEMMA,
         ),
     ]
 
 
-def make(folder: Path, repeats: int) -> None:
-    """Makes the dumps of a trained decoder that are not there, each recipe so many times.
+def make(folder: Path) -> None:
+    """Makes the dumps of a trained decoder that are not there.
 
     Every second one has advantages.
     """
     lab = Lab(folder)
-    recipes = [*SOUND, *bugs(lab.about["seed"])] * repeats
+    recipes = [*SOUND, *bugs(lab.about["seed"])]
     (folder / "dumps").mkdir(exist_ok=True)
     for number, recipe in enumerate(recipes):
         path = folder / f"dumps/{number:03}.npz"
@@ -1756,14 +1746,13 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=300, help="of training")
     parser.add_argument("--model", choices=tuple(MODELS), default="llama")
     parser.add_argument("--text", choices=tuple(VOCABULARY), default="code")
-    parser.add_argument("--repeats", type=int, default=1, help="of each dump of make")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     folder = options.folders[0]
     if options.command == "train":
         train(folder, options.seed, options.seconds, options.model, options.text)
     elif options.command == "make":
-        make(folder, options.repeats)
+        make(folder)
     elif options.command == "fit":
         fit(options.folders, options.out)
     else:

@@ -9,33 +9,20 @@ measured on one other agent, which changes over time. What the twin loses is the
     predict   what twins lose in each setting; committed before the settings are measured
     measure   the settings: agents with the place really kept in few bits
     table     the outcome, beside the lookup by format and other rules that know less
-    watch     runs a script of others in float32, and writes what the doctor measures
-    train     trains such a script's twin
 
     python benchmarks/law.py predict benchmarks/results/rates_predicted.csv
     python benchmarks/law.py measure benchmarks/results/rates_measured.csv
     python benchmarks/law.py table benchmarks/results/rates.md
-    python benchmarks/law.py watch "weights=bf16 m=e4m3" rates.json script.py ...
-    python benchmarks/law.py train weights=bf16 rates.json script.py ...
 
 `predict` and `measure` go on where they were stopped. The form of the twin (a rate for each tensor,
 and the measured noise where weights are rounded stochastically) was chosen on three other settings,
 whose outcomes were known: results/rates_chosen.csv, made by `rates.py choose` at commit 5e2576a. A
 loss is a share of float32's gain: 0 is float32, 1 has learned nothing, and less than 0 is better than
 float32.
-
-The file of `watch` is the doctor's report as JSON, with the rates of each tensor over time. Each step
-of an optimizer then changes a tensor by what the script's step does, times the rate of this tensor
-in this part of the training. That is the same for every optimizer whose step is proportional to its
-learning rate. An optimizer whose tensors are not judged from the first step to the last trains as
-it is.
 """
 
 import dataclasses
-import json
-import runpy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,17 +30,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from results import RESULTS, Journal, table_of, write_tables
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from fp8rl.build import build, build_population
 from fp8rl.config import Config
 from fp8rl.doctor import Doctor
 from fp8rl.doctor.findings import Finding
 from fp8rl.doctor.ruler import Ruler, WindowSums
-from fp8rl.doctor.watcher import Watcher
 from fp8rl.model import parameters_in_order
 from fp8rl.study import figures
 from fp8rl.study.statistics import is_failure, share_lost
@@ -153,18 +135,6 @@ class Rates(NamedTuple):
     noise: np.ndarray
 
 
-def ruler_of(watcher: Watcher, text: str) -> Ruler:
-    """What has measured a place and format beside an optimizer."""
-    return next(x.ruler for x in watcher.shadows if text in x.ruler.texts)
-
-
-def noise_of(sums: WindowSums, rates: np.ndarray, updates: int) -> np.ndarray:
-    """The standard deviation of the noise of a number in one update, [parts, T], from measurements
-    over windows of so many updates and their rates."""
-    across = np.maximum(sums.apart - (rates - 1) ** 2 * sums.true, 0)
-    return np.sqrt(across / updates)
-
-
 def watch(setting: Setting, cells: tuple[str, ...]) -> tuple[dict[str, Rates], dict[str, Finding]]:
     """Trains one float32 agent. Returns the rates of these cells, their tensors in the order of the
     network's parameters in a population, and for each cell what the doctor says."""
@@ -173,8 +143,9 @@ def watch(setting: Setting, cells: tuple[str, ...]) -> tuple[dict[str, Rates], d
     train(run, progress=False)
     numbers = {id(p): number for number, p in enumerate(run.model.parameters())}
     in_order = [numbers[id(p)] for p in parameters_in_order(run.model).values()]
-    watcher = doctor.patients[0].watcher
-    rates = {cell: rates_of(ruler_of(watcher, cell), cell, in_order) for cell in cells}
+    shadows = doctor.patients[0].watcher.shadows
+    rulers = {cell: shadow.ruler for shadow in shadows for cell in shadow.ruler.texts}
+    rates = {cell: rates_of(rulers[cell], cell, in_order) for cell in cells}
     return rates, {found.text: found for found in doctor.report()}
 
 
@@ -187,11 +158,12 @@ def rates_of(ruler: Ruler, cell: str, in_order: list[int]) -> Rates:
     sums = ruler.in_parts(ruler.texts.index(cell), PARTS)
     sums = WindowSums(*(part[:, in_order] for part in sums))
     by_tensor = bounded(sums.rates)
+    across = np.maximum(sums.apart - (by_tensor - 1) ** 2 * sums.true, 0)
     return Rates(
         bounded(sums.rate(ruler.sample.followed[in_order])),
         bounded(sums.rate(ruler.sample.sizes[in_order])),
         by_tensor,
-        noise_of(sums, by_tensor, WINDOW),
+        np.sqrt(across / WINDOW),
     )
 
 
@@ -574,96 +546,10 @@ def draw(out: Path, cells: list[Cell]) -> None:
     figure.savefig(out, dpi=110)
 
 
-# Twins of scripts that others wrote
-
-
-def watch_script(formats: str, out: Path, run_script: Callable[[], None]) -> None:
-    """Runs a script in float32, and writes what the doctor has measured: beside its report the rates
-    of each tensor in parts of the training, [parts, T], and the standard deviation of a number's
-    noise in one update."""
-    doctor = Doctor(formats=formats.split())
-    with doctor.installed():
-        run_script()
-    content = json.loads(doctor.to_json(doctor.report()))
-    for patient, optimizer in zip(doctor.patients, content["optimizers"], strict=True):
-        for finding in optimizer["findings"]:
-            text = f"{finding['place']}={finding['format']}"
-            ruler = ruler_of(patient.watcher, text)
-            if not ruler.windows:
-                finding |= {"tensor_rates": [], "tensor_noise": []}
-                continue
-            sums = ruler.in_parts(ruler.texts.index(text), PARTS)
-            noise = noise_of(sums, sums.rates, doctor.length)
-            finding |= {"tensor_rates": sums.rates.tolist(), "tensor_noise": noise.tolist()}
-    out.write_text(json.dumps(content))
-
-
-def held_rates(rates: np.ndarray) -> np.ndarray:
-    """Rates [parts, T] with the last known rate of a tensor in place of NaN, and 1 before any.
-
-    A rate is NaN where float32 does not move the tensor, because it has converged. A twin that is
-    behind float32 has not, and must not go on at a rate of 1 where few bits stand still.
-    """
-    held = rates.copy()
-    last = np.ones(rates.shape[1])
-    for part in held:
-        part[np.isnan(part)] = last[np.isnan(part)]
-        last = part
-    return held
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    groups = optimizer.param_groups
-    return [p for group in groups for p in group["params"] if p.requires_grad and p.numel()]
-
-
-def train_script(text: str, report: Path, run_script: Callable[[], None]) -> None:
-    """Runs a script as a twin, whose optimizers' steps are changed. `text` is a place and format of
-    the report."""
-    recorded = json.loads(report.read_text())["optimizers"]
-    steps: dict[torch.optim.Optimizer, int] = {}  # in the order of their first steps
-    weights: list[torch.Tensor] = []
-    generator = torch.Generator().manual_seed(0)
-
-    def before(optimizer, *_) -> None:
-        steps.setdefault(optimizer, 0)
-        weights[:] = [p.detach().clone() for p in parameters_of(optimizer)]
-
-    @torch.no_grad()
-    def after(optimizer, *_) -> None:
-        of_optimizer = recorded[list(steps).index(optimizer)]
-        step = steps[optimizer]
-        steps[optimizer] += 1
-        for finding in of_optimizer["findings"]:
-            if f"{finding['place']}={finding['format']}" != text or not finding["tensor_rates"]:
-                continue
-            rates = held_rates(np.array(finding["tensor_rates"], float)).clip(SLOWEST, FASTEST)
-            noise = np.nan_to_num(np.array(finding["tensor_noise"], float))
-            part = min(step * len(rates) // of_optimizer["steps"], len(rates) - 1)
-            for i, (p, old) in enumerate(zip(parameters_of(optimizer), weights, strict=True)):
-                p.copy_(old + float(rates[part, i]) * (p - old))
-                if "stochastic" in text:
-                    p.add_(float(noise[part, i]) * torch.randn(p.shape, generator=generator))
-
-    hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-    try:
-        run_script()
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def main(words: list[str]) -> None:
-    command, *arguments = words
-    if command in ("watch", "train"):
-        text, file, script, *_ = arguments
-        sys.argv = arguments[2:]
-        sys.path[0] = str(Path(script).resolve().parent)
-        run = {"watch": watch_script, "train": train_script}[command]
-        run(text, Path(file), lambda: runpy.run_path(script, run_name="__main__"))
-        return
+    command, out = words
     torch.set_num_threads(1)
-    {"predict": predict, "measure": measure, "table": table}[command](Path(arguments[0]))
+    {"predict": predict, "measure": measure, "table": table}[command](Path(out))
 
 
 if __name__ == "__main__":

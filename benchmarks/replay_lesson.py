@@ -8,11 +8,10 @@
     between_loops  why slices alone mend the published loop, but not the main notebook's: both replay
                    slices of 16 steps without any correction, and each is given the settings of the
                    other, one at a time and all together
-    ladder         from the earlier defaults to today's, on six tasks, one setting at a time
 
     python benchmarks/replay_lesson.py lesson benchmarks/results/lesson.md
 
-lesson and ladder keep what they have trained in a .csv beside the table, and go on from it.
+lesson keeps what it has trained in a .csv beside the table, and goes on from it.
 
 *lesson.* An arm replays single transitions, or slices of 16 steps; it corrects with V-trace, with
 PPO's clip, with both or with neither; and it makes one more update on the new rollout, as the notebook
@@ -35,11 +34,6 @@ the default 17. A batch is 64 transitions or, where a line says so, 1,024, so sa
 same. The steps of an update and of an evaluation are, so all are evaluated at the same moments.
 Between the loops a fall is counted in the notebook's way, too: how far the return of training
 episodes, a mean over 4,096 steps, drops below its best so far.
-
-*ladder.* The seeds are below 1000: this is where settings are chosen, not where results are reported.
-LunarLander-v3 trains in Gymnasium, one agent at a time, and needs Box2D; the other tasks train as
-tensors, in populations. "Held" counts seeds of CartPole as in tasks.py. Samples a step are the rows
-that updates learn from for each step of an environment, and say what an update costs.
 """
 
 import functools
@@ -51,7 +45,6 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-import tasks
 import torch
 from results import ROOT, Journal, table_of, write_tables
 
@@ -410,101 +403,7 @@ def between_loops(out: Path) -> None:
     compare_loops(out, changes_between_loops(), outcome_with_falls)
 
 
-# From the earlier defaults to today's
-
-LANDER = "LunarLander-v3"
-# Seeds, steps, and the environment's time limit.
-TASKS = {
-    LANDER: (range(3), 500_000, 1000),
-    tasks.CART: (range(100, 116), 100_000, 200),
-    tasks.CARTPOLE: (range(100, 116), 500_000, 500),
-    "Acrobot-v1": (range(100, 108), 1_000_000, 500),
-    "Pendulum-v1": (range(100, 108), 1_000_000, 200),
-    tasks.LQR: (range(100, 108), 1_000_000, 50),
-}
-EVALUATIONS = 20  # of CartPole, which may be learned and lost; of the others only the last counts
-EARLIER = {  # the defaults until this ladder was climbed, which some other benchmarks keep
-    "rollout_length": 32,
-    "slice_length": 32,
-    "batch_size": 512,
-    "replay_updates": 2,
-    "capacity": 500_000,
-    "gamma": 0.99,
-    "entropy_coef": 0.01,
-    "learning_rate": 2e-3,
-    "halved_after": 40_000,
-    "normalize_obs": False,
-}
-# The learning rate halves after a share of the training, and the horizon of the discount is half of
-# the time limit.
-RUNGS = {
-    "the earlier defaults": EARLIER,
-    "+ learning rate half after 40% of the steps": {"share": 0.4},
-    "+ discount 1 - 2 / time limit": {"horizon": 0.5},
-    "+ a ring of 20,000": {"capacity": 20_000},
-    "+ 128 steps a rollout and a slice": {"rollout_length": 128, "slice_length": 128},
-    "+ batches of 1,024, 8 replayed updates": {"batch_size": 1_024, "replay_updates": 8},
-    "+ 16 replayed updates": {"replay_updates": 16},
-    "+ learning rate from 0.001 linearly to 0": {"share": 0, "learning_rate": None},
-    "+ discount 1 - 4 / time limit, from 0.98 to 0.995": {"horizon": None, "gamma": None},
-    "+ no entropy bonus for continuous actions": {"entropy_coef": None},
-    "+ normalized observations, in Gymnasium": {"normalize_obs": None},
-}
-LADDER = ("rung", "task", "seed", "returns")
-
-
-def configs_of(rung: str, task: str) -> list[Config]:
-    """A rung's configs for a task."""
-    fields = {}
-    for name, changes in RUNGS.items():
-        fields |= changes
-        if name == rung:
-            break
-    seeds, steps, limit = TASKS[task]
-    if "share" in fields:
-        fields["halved_after"] = int(fields.pop("share") * steps)
-    if horizon := fields.pop("horizon", None):
-        fields["gamma"] = 1 - 1 / (horizon * limit)
-    fields |= {"env_id": None if task == tasks.CART else task, "steps": steps}
-    fields["eval_every"] = steps // EVALUATIONS if task == tasks.CARTPOLE else 0
-    return [Config(seed=seed, **fields) for seed in seeds]
-
-
-def rung_line(rung: str, scores: dict) -> list[str]:
-    """A rung's line of the table, of scores [evaluations] by rung, task and seed."""
-    config = configs_of(rung, LANDER)[0]
-    replayed = config.replay_updates * config.batch_size / config.steps_per_iteration
-    cells = [rung, f"{config.fresh_updates + replayed:g}"]
-    for task, (seeds, *_) in TASKS.items():
-        last = np.array([scores[rung, task, seed][-1] for seed in seeds])
-        cells.append(f"{np.median(last):.2f} ({last.min():.2f})")
-    seeds = TASKS[tasks.CARTPOLE][0]
-    held = [tasks.held(tasks.Seed(scores[rung, tasks.CARTPOLE, seed], 0.0)) for seed in seeds]
-    return [*cells, count(np.array(held))]
-
-
-def ladder(out: Path) -> None:
-    journal = Journal(out.with_suffix(".csv"), LADDER)
-    done = journal.done("rung", "task", "seed")
-    places: dict[Config, list[tuple]] = {}  # a rung may change nothing for a task
-    for rung, task in itertools.product(RUNGS, TASKS):
-        for config in configs_of(rung, task):
-            if (rung, task, str(config.seed)) not in done:
-                places.setdefault(config, []).append((rung, task, config.seed))
-    for config, history in parallel.run_all(list(places)):
-        returns = " ".join(f"{x:.6g}" for x in history.evaluations()[1].tolist())
-        lines = [(*place, returns) for place in places[config]]
-        journal.add(*(dict(zip(LADDER, line, strict=True)) for line in lines))
-    scores = {}
-    for row in journal.rows():
-        returns = [tasks.score(row["task"], float(x)) for x in row["returns"].split()]
-        scores[row["rung"], row["task"], int(row["seed"])] = np.array(returns)
-    heads = [f"{task}, median (lowest)" for task in TASKS]
-    columns = ("settings", "samples a step", *heads, "CartPole held")
-    write_tables(out, table_of(columns, [rung_line(rung, scores) for rung in RUNGS]))
-
-
-TABLES = {make.__name__: make for make in (lesson, published, between_loops, ladder)}
+TABLES = {make.__name__: make for make in (lesson, published, between_loops)}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # as the processes have, for the line under the tables

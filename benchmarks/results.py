@@ -15,18 +15,13 @@ A page shows a table between `<!-- benchmarks/results/NAME.md -->` and `<!-- end
 """
 
 import csv
-import importlib.util
 import re
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-import torch
-from torch.utils.benchmark import Timer
 
 from fp8rl.machine.hardware import origin
 
@@ -49,8 +44,7 @@ COMMANDS = {
     "rates_measured": "python benchmarks/law.py measure benchmarks/results/rates_measured.csv",
     "rates": "python benchmarks/law.py table benchmarks/results/rates.md",
     "characters": "python benchmarks/characters.py benchmarks/results/characters.md",
-    # Also for scripts that others wrote?
-    "strangers": "python benchmarks/scripts.py table benchmarks/results/strangers.md",
+    # Do the doctor's words hold for scripts that others wrote?
     "stacks_in_scripts": "python benchmarks/scripts.py table benchmarks/results/stacks_in_scripts.md",
     # What do optimizers that people run really do in few bits?
     "real_stacks": "python benchmarks/real_stacks.py benchmarks/results/real_stacks.md",
@@ -67,7 +61,6 @@ COMMANDS = {
     "--out benchmarks/results/decoder_dumps.md",
     # How long does one wait, beside what one would use instead?
     "waits": "python benchmarks/speed/arms.py waits benchmarks/results/waits.md",
-    "from_start": "python benchmarks/speed/arms.py from_start benchmarks/results/from_start.md",
     "watching": "python benchmarks/speed/arms.py watching benchmarks/results/watching.md "
     "--clones DIR DIR",
     # How fast are the loop, many agents, wide networks and several processes on a CPU?
@@ -88,21 +81,9 @@ COMMANDS = {
     "published": "python benchmarks/replay_lesson.py published benchmarks/results/published.md",
     "between_loops": "python benchmarks/replay_lesson.py between_loops "
     "benchmarks/results/between_loops.md",
-    "ladder": "python benchmarks/replay_lesson.py ladder benchmarks/results/ladder.md",
     # What does rounding what a replay buffer stores change, and how fast is it read?
     "codecs": "python benchmarks/replay.py benchmarks/results/codecs/table.md",
 }
-# Packages that a benchmark needs beside the project's own: benchmarks/requirements.txt
-NEEDED_PACKAGES = {
-    "tasks": ("stable_baselines3",),
-    "ladder": ("Box2D",),
-    "from_start": ("stable_baselines3", "jax"),
-    "loops": ("jax",),
-    "populations": ("jax",),
-    "populations_cuda": ("jax",),
-    "real_stacks": ("torchao", "bitsandbytes", "optimi", "heavyball"),
-}
-ON_CUDA = ("fp8_layer", "placements", "populations_cuda", "widths_cuda")
 # What a reader of a page does not need of a last line
 VERSIONS = re.compile(r"; Python [\d.]+, (torch \S+), numpy [\d.]+")
 
@@ -173,39 +154,6 @@ def write_tables(path: Path, *parts: str, more: str = "", **beside: str) -> None
 # The commands
 
 
-def seconds_of(
-    steps: dict[str, Callable], rounds: int = 7, round_seconds: float = 0.05
-) -> dict[str, float]:
-    """Median seconds of each callable, over rounds that alternate between them.
-
-    Each round is long enough for the clock's resolution.
-    """
-    timers = {name: Timer("step()", globals={"step": step}) for name, step in steps.items()}
-    for timer in timers.values():
-        timer.timeit(3)  # warm-up
-    once = {name: timer.timeit(1).mean for name, timer in timers.items()}
-    repeats = {name: max(1, int(round_seconds / seconds)) for name, seconds in once.items()}
-    times = [
-        {name: timer.timeit(repeats[name]).mean for name, timer in timers.items()}
-        for _ in range(rounds)
-    ]
-    return {name: statistics.median(x[name] for x in times) for name in steps}
-
-
-def obstacle(name: str) -> str | None:
-    """Why a table cannot be made here, or None."""
-    packages = NEEDED_PACKAGES.get(name, ())
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
-        install = "pip install --no-deps -r benchmarks/requirements.txt"
-        return f"it needs {', '.join(missing)}: {install}"
-    if name in ON_CUDA and not torch.cuda.is_available():
-        return "it needs a CUDA device"
-    if " DIR" in COMMANDS[name]:
-        return f"run it by hand, with your folders in place of DIR: {COMMANDS[name]}"
-    return None
-
-
 def filled(text: str) -> str:
     """A page with the tables as they are in their files. Of the versions only torch's is shown."""
 
@@ -237,12 +185,13 @@ def main(names: list[str]) -> None:
         for name, command in COMMANDS.items():
             print(f"{name:18}{command}")
         return
-    unknown = [name for name in names if name not in COMMANDS]
-    if unknown and names != ["--put"]:
-        sys.exit(f"{', '.join(unknown)}: choose from {', '.join(COMMANDS)}, or --put alone")
-    for name in names if names != ["--put"] else ():
-        if reason := obstacle(name):
-            sys.exit(f"{name} cannot be made: {reason}")
+    wanted = [name for name in names if name != "--put"]
+    unknown = [name for name in wanted if name not in COMMANDS]
+    if unknown:
+        sys.exit(f"{', '.join(unknown)}: choose from {', '.join(COMMANDS)}, or --put")
+    for name in wanted:
+        if " DIR" in COMMANDS[name]:
+            sys.exit(f"{name}: run it by hand, with your folders in place of DIR: {COMMANDS[name]}")
         make(name)
     put()
 

@@ -8,12 +8,11 @@ variants change:
     several processes (torchrun)     `all_reduce`, a share of the environments and of each batch
     CUDA graphs                      an object that launches iterations and reads them
     a ring in files                  a ring of disk/mapped_ring.py
-    weights in few bits              another optimizer, and a context in which the network acts
+    weights in few bits              another optimizer
     a network written out by hand    another class of network, and the learner's `gradients`
     kernels for a GPU                functions that machine/gpu/install.py puts into the parts
 """
 
-import contextlib
 import copy
 import functools
 
@@ -100,10 +99,8 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None) ->
     )
 
     # The optimizer.
-    in_use = contextlib.nullcontext
     if places:
         optimizer = low_bit_optimizer(places, settled.learning_rate, model, seed)
-        in_use = optimizer.unpacked
     else:
         optimizer = adam(model, settled.learning_rate, capturable=uses_graph)
 
@@ -117,13 +114,13 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None) ->
         all_reduce,
         gradients=gradients_on(learning.device),
     )
-    collector = Collector(env, actor, acting, config.rollout_length, seed, in_use=in_use)
+    collector = Collector(env, actor, acting, config.rollout_length, seed)
     # The first observations. In a resumed run, its state replaces these statistics.
     model.add_observations(env.obs, all_reduce)
     evaluated = None
     if evaluating.device != learning.device:
         evaluated = copy.deepcopy(model).to(evaluating.device)
-    evaluator = Evaluator(config.eval_episodes, evaluating, make_evaluation_env, evaluated, in_use)
+    evaluator = Evaluator(config.eval_episodes, evaluating, make_evaluation_env, evaluated)
     ring_settings = (ring_plan.rows, ring_plan.num_envs, env.bounds, ring_plan.codec)
     ring_options = (ring_plan.action_size, ring_plan.proximal)
     if machine.memmap is None:
@@ -150,8 +147,7 @@ def low_bit_optimizer(
     optimizer = LowBitAdam(parameters, learning_rate, eps=ADAM_EPS, noise=noise, **places)
     # The first rollout is collected by the rounded weights, as in a population. And a checkpoint
     # has all weights in the optimizer's state.
-    optimizer.pack_weights()
-    optimizer.attach(model)
+    optimizer.round_weights()
     return optimizer
 
 

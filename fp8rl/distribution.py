@@ -67,22 +67,6 @@ class Categorical:
             return (second - first > noise).long()
         return (logits + noise).contiguous().argmax(-1)
 
-    @staticmethod
-    def sample_numbers(logits: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """The actions of `sample`, as float32 if there are two: 0.0 or 1.0.
-
-        An environment that computes with them need not convert them at every step.
-        """
-        if logits.shape[-1] == 2:
-            first, second = logits.unbind(-1)
-            return (second - first).gt_(noise)
-        return Categorical.sample(logits, noise)
-
-    @staticmethod
-    def actions(numbers: torch.Tensor) -> torch.Tensor:
-        """Actions int64 [..., B] from the numbers of `sample_numbers`."""
-        return numbers.long()
-
     @functools.cached_property
     def probability(self) -> torch.Tensor:
         """Probabilities of all actions, [A, ..., B]."""
@@ -172,13 +156,6 @@ class Gaussian:
     def sample(outputs: torch.Tensor, noise: torch.Tensor | float = 0.0) -> torch.Tensor:
         mean, log_std = outputs.chunk(2, dim=-1)
         return mean + log_std.exp() * noise
-
-    sample_numbers = sample
-
-    @staticmethod
-    def actions(numbers: torch.Tensor) -> torch.Tensor:
-        """The actions, which are the numbers that were sampled."""
-        return numbers
 
     def log_prob(self, action: torch.Tensor) -> torch.Tensor:
         """Log-densities [..., B] of actions, added over the A numbers of each."""

@@ -75,9 +75,6 @@ class TensorEnv(TensorState):
         num_actions   number of actions; with `distribution` Gaussian, dimensions of an action in
                       [-1, 1]
         discount      discount of the returns that an evaluation reports, 1 by default
-        computes_with_actions
-                      whether `advance` also takes the actions 0 and 1 as float32, because it only
-                      computes with them; False by default
 
     An environment holds `state`, float32 [N, state_size], `obs`, float32 [N, F], and `done`, bool
     [N]. `done` is True where the last step ended the episode, so that the next step resets.
@@ -89,7 +86,6 @@ class TensorEnv(TensorState):
     NAMES = ("state", "obs", "elapsed", "done")
     distribution = Categorical
     discount = 1.0
-    computes_with_actions = False
     channels = 0
     words = staticmethod(words)  # draws random numbers; or a kernel in its place
 
@@ -201,7 +197,6 @@ class Cart(TensorEnv):
     num_actions = 2
     max_steps = MAX_STEPS
     state_size = 2
-    computes_with_actions = True
 
     def __init__(
         self,

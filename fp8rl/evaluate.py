@@ -14,7 +14,7 @@ from torch import nn
 
 from .constants import constant
 from .precision import Precision
-from .rollout import action_noise, inference, sampler_of
+from .rollout import action_noise, inference
 
 # Steps between two checks of whether all episodes have ended. Each check waits for a GPU.
 BLOCK = 16
@@ -50,7 +50,6 @@ def policy_of(model, env, greedy: bool = True, seed: int = 0) -> Callable:
     The policy maps observations float32 [N, F] to actions, which are greedy, or sampled with the
     random numbers of `seed`. It computes in the precision that its caller has entered.
     """
-    sample = sampler_of(env)
     state = None
     steps = itertools.count()
 
@@ -60,7 +59,7 @@ def policy_of(model, env, greedy: bool = True, seed: int = 0) -> Callable:
         noise = _NO_NOISE
         if not greedy:
             noise = action_noise(env, 1, seed, "evaluation actions", next(steps))[0]
-        return sample(outputs, noise)
+        return env.distribution.sample(outputs, noise)
 
     return policy
 
@@ -84,7 +83,6 @@ class Evaluator:
     `episodes`  number of episodes of an evaluation
     `make_env`  makes environments (`tasks.environments.env_maker`)
     `model`     a copy of the network on the precision's device; None uses the learner's network
-    `in_use`    makes a context that is entered while the network acts
     """
 
     def __init__(
@@ -93,22 +91,19 @@ class Evaluator:
         precision: Precision,
         make_env: Callable,
         model: nn.Module | None = None,
-        in_use=contextlib.nullcontext,
     ):
         self.episodes = episodes
         self.precision = precision
         self.make_env = make_env
         self.model = model
-        self.in_use = in_use
 
     def evaluate(self, learned: nn.Module) -> float:
         """Mean return of the episodes with the weights of the network `learned`."""
-        with self.in_use():
-            if self.model is not None:
-                self.model.load_state_dict(learned.state_dict())
-            env = self.make_env(
-                self.episodes, START_NOISE, self.precision.device, 0, "evaluation starts"
-            )
-            with contextlib.closing(env):
-                returns = evaluate(self.model or learned, env, self.precision)
+        if self.model is not None:
+            self.model.load_state_dict(learned.state_dict())
+        env = self.make_env(
+            self.episodes, START_NOISE, self.precision.device, 0, "evaluation starts"
+        )
+        with contextlib.closing(env):
+            returns = evaluate(self.model or learned, env, self.precision)
         return float(returns.mean())

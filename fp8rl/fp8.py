@@ -77,35 +77,20 @@ class Quantized(NamedTuple):
 def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Quantized:
     """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), each with a scale of its own.
 
-    Numbers that are not finite become NaN. Raises ValueError for another shape or `dtype`, and
-    TypeError if `x` is not float32 or bfloat16. A float16 tensor may already have lost numbers that
-    FP8 would have scaled.
+    Numbers that are not finite become NaN. Raises TypeError if `x` is not float32 or bfloat16. A
+    float16 tensor may already have lost numbers that FP8 would have scaled.
     """
     if x.dtype not in INPUT_TYPES:
         raise TypeError(
             f"x is {x.dtype}: quantize takes float32 or bfloat16, "
             "cast before values leave float16's range"
         )
-    if x.dim() < 2 or dtype not in LARGEST_FLOAT8:
-        raise ValueError(
-            f"x has shape {list(x.shape)} and dtype is {dtype}: use matrices [..., M, N], "
-            "and E4M3 or E5M2"
-        )
     x = x.float().contiguous()  # row-major, whatever the input's strides
-    scale = power_of_two_scale(largest_magnitude(x), LARGEST_FLOAT8[dtype])
+    largest = x.nan_to_num(0.0, 0.0, 0.0).abs().amax((-2, -1))  # of the finite numbers
+    scale = power_of_two_scale(largest, LARGEST_FLOAT8[dtype])
     # Infinities become NaN here, because `cast` would make them the largest number.
     x = x.nan_to_num(torch.nan, torch.nan, torch.nan)
     return Quantized(cast(x / scale[..., None, None], dtype), scale)
-
-
-def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
-    """The largest finite magnitude of each matrix in [..., M, N]: [...].
-
-    It is 0 where there is no finite number.
-    """
-    if not x.numel():
-        return x.new_zeros(x.shape[:-2])
-    return x.nan_to_num(0.0, 0.0, 0.0).abs().amax((-2, -1))  # 0 in place of what is not finite
 
 
 def in_layouts(
@@ -142,18 +127,11 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
     same bits in the same time as the emulation. Raises ValueError for matrices that a GPU's kernel
     cannot multiply, on every device.
     """
-    left, right = a.data.shape, b.data.shape
-    if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
+    if b.data.shape[0] % MULTIPLE or b.data.shape[1] % MULTIPLE:
         raise ValueError(
-            f"shapes are {list(left)} and {list(right)}: use matrices [M, K] and [K, "
-            "N] of one inner dimension K"
+            f"the second matrix is {list(b.data.shape)}: FP8 kernels need multiples of {MULTIPLE}, "
+            "pad it or stay in float32"
         )
-    for name, size in {"inner dimension": right[0], "column count": right[1]}.items():
-        if size % MULTIPLE:
-            raise ValueError(
-                f"{name} is {size}: FP8 kernels need a multiple of {MULTIPLE}, "
-                "pad it or stay in float32"
-            )
     if a.data.dtype == b.data.dtype == E5M2:
         raise ValueError(
             "both matrices are e5m2: FP8 kernels multiply e4m3 with e4m3 or e5m2, "
@@ -206,18 +184,23 @@ def has_kernel(device: torch.device | str) -> bool:
 class _Float8Matmuls(torch.autograd.Function):
     """The three matmuls in the module's docstring. They have no second derivative.
 
-    `x` and `weight` are arguments only so that they get gradients. The forward pass multiplies the
-    quantized matrices x8 and w8, the backward pass multiplies x8_columns and w8_columns. Each of
-    these is passed as two tensors, data and scale, because autograd takes tensors. They are None
-    where no gradient needs them.
+    `w8` is the quantized weight, or None if it is still to be quantized.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, layer, x_data, x_scale, w_data, w_scale, *for_backward):
+    def forward(ctx, x, weight, layer, w8):
+        # The gradient of the weight needs x by columns, and that of x the weight by columns.
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        x8, x8_columns = layer.in_layouts(x, layer.forward_type, column_major=needs_weight)
+        w8_columns = w8
+        if w8 is None:
+            w8, w8_columns = layer.in_layouts(weight, layer.forward_type, column_major=needs_x)
         ctx.layer = layer
         ctx.input_dtype = x.dtype
-        ctx.save_for_backward(*for_backward)
-        x8, w8 = Quantized(x_data, x_scale), Quantized(w_data, w_scale)
+        nothing = None, None  # in place of data and scale that no gradient needs
+        x8_columns = x8_columns if needs_weight else nothing
+        w8_columns = w8_columns if needs_x else nothing
+        ctx.save_for_backward(*x8_columns, *w8_columns)
         return scaled_matmul(x8, w8.t(), layer.emulate)  # [B, I] @ [I, O]
 
     @staticmethod
@@ -236,7 +219,7 @@ class _Float8Matmuls(torch.autograd.Function):
             x8_columns = Quantized(x_data, x_scale).column_major()
             g8_transposed = g8_columns.column_major().t()
             grad_w = scaled_matmul(g8_transposed, x8_columns, layer.emulate)  # [O, B] @ [B, I]
-        return grad_x, grad_w, *[None] * 9
+        return grad_x, grad_w, None, None
 
 
 class Float8Linear(nn.Linear):
@@ -271,33 +254,12 @@ class Float8Linear(nn.Linear):
         weight = self.weight
         if not torch.is_grad_enabled():
             weight = weight.detach()  # otherwise it would be prepared for a backward pass
-        y = self.product(batch, weight, w8)
+        y = _Float8Matmuls.apply(batch, weight, self, w8)
         if padding:  # only then, because a slice costs a copy in the backward pass
             y = y[:size]
         if self.bias is not None:
             y = y + self.bias if padding else y.add_(self.bias)
         return y.reshape(*x.shape[:-1], self.out_features)
-
-    def product(self, x: torch.Tensor, weight: torch.Tensor, w8: Quantized | None) -> torch.Tensor:
-        """x W^T of a matrix [B, I].
-
-        Quantizes x, and the weight if there is no `w8`, in the layouts that the backward pass will
-        need. The gradient of the weight needs x by columns, and the gradient of x needs the weight
-        by columns.
-        """
-        needs_x = x.requires_grad and torch.is_grad_enabled()
-        needs_weight = weight.requires_grad and torch.is_grad_enabled()
-        x8, x8_columns = self.in_layouts(x.detach(), self.forward_type, column_major=needs_weight)
-        if w8 is None:
-            w8, w8_columns = self.in_layouts(
-                weight.detach(), self.forward_type, column_major=needs_x
-            )
-        else:
-            w8_columns = w8
-        nothing = None, None  # in place of data and scale that no gradient needs
-        x8_columns = x8_columns if needs_weight else nothing
-        w8_columns = w8_columns if needs_x else nothing
-        return _Float8Matmuls.apply(x, weight, self, *x8, *w8, *x8_columns, *w8_columns)
 
     def held(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """`forward` as a function that has quantized the weight once, now.
@@ -323,12 +285,10 @@ def convert_linears(
         if isinstance(layer, nn.Linear):
             parent = model.get_submodule(name.rpartition(".")[0])
             reasons[name] = why_not_float8(layer, parent)
-    for name, reason in reasons.items():
-        if reason is None:
-            layer = model.get_submodule(name)
-            layer.__class__ = Float8Linear
-            layer.forward_type = forward
-            layer.backward_type = backward
+            if reasons[name] is None:
+                layer.__class__ = Float8Linear
+                layer.forward_type = forward
+                layer.backward_type = backward
     return reasons
 
 

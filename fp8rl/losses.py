@@ -51,7 +51,7 @@ from typing import NamedTuple
 import torch
 
 from .constants import constant
-from .distribution import distribution_of
+from .distribution import Categorical, Gaussian, distribution_of
 from .recurrence import recurrence_fast
 from .rollout import NO_FLAGS, TERMINATED, TRUNCATED, Rollout
 
@@ -188,23 +188,6 @@ def _extreme(reduce: Callable, x: torch.Tensor) -> torch.Tensor:
     return reduce(reduce(x, 0, True), -1, True)
 
 
-class LossTerms(NamedTuple):
-    """What the loss of a batch is made of besides the network's results, without gradient.
-
-    float32 [T, B] each, with 0 in dummy rows, except `valid` and `dummy`, bool [T, B], and
-    `own_rows` and `all_rows`, [1, 1].
-    """
-
-    advantage: torch.Tensor  # the factor of -log pi, normalized, and 0 where PPO's clip drops a row
-    target: torch.Tensor  # of the critic; in dummy rows it may be anything
-    dummy: torch.Tensor  # bool, not `valid`
-    log_ratios: torch.Tensor  # log pi - log mu
-    kept: torch.Tensor | None  # bool, whether PPO's clip lets a row count; None without a clip
-    valid: torch.Tensor
-    own_rows: torch.Tensor  # number of valid rows of this process
-    all_rows: torch.Tensor  # number of valid rows of all processes, at least 1
-
-
 class Measured(NamedTuple):
     """What a loss has measured, without gradient: `statistics_of` makes numbers of it.
 
@@ -269,15 +252,8 @@ def actor_critic_loss(
         >>> statistics_of(measured)[STATISTICS.index("entropy")]
         tensor(0.6931)
     """
-    valid = rollout.valid
-    policy = distribution_of(rollout.action)(outputs[:-1])
-    logp = torch.where(valid, policy.log_prob(executed_actions(rollout, valid)), 0)
-    terms = loss_terms(
-        logp.detach(), values.detach(), rollout, valid, coefficients, all_reduce, compute_targets
-    )
-    error = torch.where(valid, values[:-1] - terms.target, 0)
-    loss, measured = total_loss(policy, logp, error, terms, coefficients)
-    tensors = [x if x is None else x.detach() for x in measured]
+    loss, parts = loss_parts(outputs, values, rollout, coefficients, all_reduce, compute_targets)
+    tensors = [x if x is None else x.detach() for x in parts.measured]
     return loss.squeeze(-1).squeeze(0), Measured(*tensors)
 
 
@@ -303,18 +279,13 @@ def loss_gradients(
     and the distribution derives the gradients of its parameters from the first two. They are those
     that autograd finds, but for rounding.
     """
-    valid = rollout.valid
-    policy = distribution_of(rollout.action)(outputs[:-1])
-    action = executed_actions(rollout, valid)
-    logp = policy.log_prob(action)
-    terms = loss_terms(logp, values, rollout, valid, coefficients, all_reduce, compute_targets)
-    logp.masked_fill_(terms.dummy, 0)
-    error = (values[:-1] - terms.target).masked_fill_(terms.dummy, 0)
-    _, measured = total_loss(policy, logp, error, terms, coefficients)
-    of_logp = -terms.advantage / terms.all_rows
-    of_entropy = -coefficients.entropy_coef / terms.all_rows * valid
-    of_values = coefficients.value_coef / terms.all_rows * error
-    return policy.gradient(action, of_logp, of_entropy), of_values, measured
+    _, parts = loss_parts(outputs, values, rollout, coefficients, all_reduce, compute_targets)
+    all_rows = parts.measured.all_rows
+    of_logp = -parts.advantage / all_rows
+    of_entropy = -coefficients.entropy_coef / all_rows * rollout.valid
+    of_values = coefficients.value_coef / all_rows * parts.error
+    of_outputs = parts.policy.gradient(parts.action, of_logp, of_entropy)
+    return of_outputs, of_values, parts.measured
 
 
 def executed_actions(rollout: Rollout, valid: torch.Tensor) -> torch.Tensor:
@@ -327,26 +298,37 @@ def executed_actions(rollout: Rollout, valid: torch.Tensor) -> torch.Tensor:
     return torch.where(executed, rollout.action, 0)
 
 
-def loss_terms(
-    logp: torch.Tensor,
-    values: torch.Tensor,
-    rollout: Rollout,
-    valid: torch.Tensor,
-    coefficients,
-    all_reduce,
-    compute_targets,
-) -> LossTerms:
-    """Targets and advantages of a rollout, for the log-probabilities `logp` of its actions.
+class LossParts(NamedTuple):
+    """What the loss of a batch is made of."""
 
-    `valid` is the rollout's. In dummy rows `logp` may be anything.
+    policy: Categorical | Gaussian
+    action: torch.Tensor  # the rollout's, with 0 in dummy rows
+    # The factor of -log pi, float32 [T, B]: normalized, and 0 where PPO's clip drops a row. In
+    # dummy rows it is 0.
+    advantage: torch.Tensor
+    error: torch.Tensor  # how far the critic is from its targets, float32 [T, B], 0 in dummy rows
+    measured: Measured
+
+
+def loss_parts(
+    outputs, values, rollout: Rollout, coefficients, all_reduce, compute_targets
+) -> tuple[torch.Tensor, LossParts]:
+    """The loss [1, 1] of `actor_critic_loss`, with its arguments, and what it is made of.
+
+    Targets and advantages are computed without gradient.
     """
+    valid = rollout.valid
     dummy = ~valid
+    policy = distribution_of(rollout.action)(outputs[:-1])
+    action = executed_actions(rollout, valid)
+    logp = policy.log_prob(action).masked_fill_(dummy, 0)
+    now = logp.detach()
     own_rows = _sum(valid.float())
-    log_ratios = (logp - rollout.behavior_logp).masked_fill_(dummy, 0)
+    log_ratios = (now - rollout.behavior_logp).masked_fill_(dummy, 0)
     discounts = discounts_of(rollout.flags, coefficients.gamma, coefficients.bootstrap_truncation)
     corrected = log_ratios if coefficients.importance_correction else torch.zeros_like(log_ratios)
     target, advantage, _ = compute_targets(
-        values, rollout.reward, discounts, corrected, valid, coefficients.lam
+        values.detach(), rollout.reward, discounts, corrected, valid, coefficients.lam
     )
     # Dummy rows hold 0, so these are sums over valid rows.
     all_rows, advantage_sum = all_reduce([own_rows, _sum(advantage)])
@@ -361,40 +343,31 @@ def loss_terms(
         # the advantage pushes it.
         clip_log_ratios = log_ratios
         if rollout.proximal_logp is not None:
-            clip_log_ratios = (logp - rollout.proximal_logp).masked_fill_(dummy, 0)
+            clip_log_ratios = (now - rollout.proximal_logp).masked_fill_(dummy, 0)
         kept = (clip_log_ratios.exp() - _ONE) * advantage.sign() < coefficients.clip
         advantage = advantage * kept
-    return LossTerms(advantage, target, dummy, log_ratios, kept, valid, own_rows, all_rows)
 
-
-def total_loss(
-    policy, logp: torch.Tensor, error: torch.Tensor, terms: LossTerms, coefficients
-) -> tuple[torch.Tensor, Measured]:
-    """The loss [1, 1], and what it has measured.
-
-    `logp` and `error`, how far the critic is from its targets, are float32 [T, B] and 0 in dummy
-    rows.
-    """
     # The policy loss has no factor rho, because V-trace's min(1, rho) is in the advantage.
     # A row without advantage adds 0, also where its action is impossible by now and logp is -inf.
-    of_rows = (logp * terms.advantage).masked_fill(terms.advantage == _ZERO, 0)
-    policy_loss = -_sum(of_rows) / terms.all_rows
-    value_loss = _HALF * _sum(error * error) / terms.all_rows
-    entropy = _sum(policy.entropy().masked_fill(terms.dummy, 0)) / terms.all_rows
+    of_rows = (logp * advantage).masked_fill(advantage == _ZERO, 0)
+    error = (values[:-1] - target).masked_fill_(dummy, 0)
+    policy_loss = -_sum(of_rows) / all_rows
+    value_loss = _HALF * _sum(error * error) / all_rows
+    entropy = _sum(policy.entropy().masked_fill(dummy, 0)) / all_rows
     loss = policy_loss + coefficients.value_coef * value_loss - coefficients.entropy_coef * entropy
     measured = Measured(
-        loss=loss,
-        policy_loss=policy_loss,
-        value_loss=value_loss,
-        entropy=entropy,
-        logp=logp,
-        log_ratios=terms.log_ratios,
-        kept=terms.kept,
-        valid=terms.valid,
-        own_rows=terms.own_rows,
-        all_rows=terms.all_rows,
+        loss,
+        policy_loss,
+        value_loss,
+        entropy,
+        logp,
+        log_ratios,
+        kept,
+        valid,
+        own_rows,
+        all_rows,
     )
-    return loss, measured
+    return loss, LossParts(policy, action, advantage, error, measured)
 
 
 @torch.no_grad()

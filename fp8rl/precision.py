@@ -34,7 +34,6 @@ import torch
 from torch import nn
 
 from . import fp8
-from .constants import constant
 
 # GradScaler's default, 2000, is more steps than a run of the cart takes, so the scale would never
 # grow.
@@ -108,28 +107,19 @@ def float32_matmuls(device="cpu", tf32: bool = False):
         matmuls.fp32_precision = before
 
 
-_EPS = constant(1e-6)
-
-
 def clip_gradients(parameters: list[nn.Parameter], max_norm) -> torch.Tensor:
     """Scales the gradients of parameters on one device so that their L2 norm together is at most
     `max_norm`, a number or a tensor.
 
-    Returns the norm before. It computes the same as `nn.utils.clip_grad_norm_`, with fewer calls.
+    Returns the norm before. It computes the same as `nn.utils.clip_grad_norm_`, with fewer calls if
+    the gradients are parts of one tensor.
     """
     joint = joint_gradient(parameters)
     if joint is None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        torch._foreach_mul_(gradients, _clip_coefficient(norm, max_norm))
-    else:
-        norm = torch.linalg.vector_norm(joint)
-        joint.mul_(_clip_coefficient(norm, max_norm))
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = torch.linalg.vector_norm(joint)
+    joint.mul_((max_norm * (norm + 1e-6).reciprocal()).clamp(max=1))
     return norm
-
-
-def _clip_coefficient(norm: torch.Tensor, max_norm) -> torch.Tensor:
-    return (max_norm * (norm + _EPS).reciprocal()).clamp(max=1)
 
 
 def joint_gradient(parameters: list[nn.Parameter]) -> torch.Tensor | None:

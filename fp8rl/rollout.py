@@ -137,13 +137,6 @@ def action_noise(
     return env.distribution.noise(numbers)
 
 
-def sampler_of(env):
-    """The function that samples the actions of an environment, in the form that suits it best."""
-    if env.computes_with_actions:
-        return env.distribution.sample_numbers
-    return env.distribution.sample
-
-
 @contextlib.contextmanager
 def inference(env):
     """Inference mode, for stepping an environment.
@@ -173,13 +166,12 @@ def unroll(model, env, noise, starts, state):
     """
     with inference(env):
         resets_first = env.done  # the first step resets where the last rollout ended an episode
-        sample = sampler_of(env)
         policy = model.acting().policy
         steps = []
         for step_noise, start in zip(noise.unbind(), starts, strict=True):
             obs = env.obs
             output, state = policy(obs, state)
-            action = sample(output, step_noise)
+            action = env.distribution.sample(output, step_noise)
             if state is not None:
                 # Where this step resets, a new episode begins, in which the policy's state is 0.
                 state = torch.where(env.done.unsqueeze(-1), 0, state)
@@ -191,7 +183,7 @@ def unroll(model, env, noise, starts, state):
         resets = torch.cat((resets_first.unsqueeze(0), flags[:-1] != 0))
         flags += DUMMY * resets.byte()
         obs = torch.stack((*obs, env.obs))
-        results = (obs, env.distribution.actions(action), reward, flags, outputs)
+        results = (obs, action, reward, flags, outputs)
     # Copies, because autograd cannot use tensors that were made in inference mode.
     return [x.clone() for x in results], None if state is None else state.clone()
 
@@ -207,7 +199,6 @@ class Collector:
     `length`     T, the steps of a rollout
     `seed`       seed of the actions' noise
     `loop`       `unroll`, or a faster form of it
-    `in_use`     makes a context that is entered while the network acts
 
         >>> from fp8rl.env import Cart
         >>> from fp8rl.model import ActorCritic
@@ -227,7 +218,6 @@ class Collector:
         length: int,
         seed=0,
         loop=unroll,
-        in_use=contextlib.nullcontext,
     ):
         self.env = env
         self.model = model
@@ -235,7 +225,6 @@ class Collector:
         self.length = length
         self.seed = seed
         self.loop = loop
-        self.in_use = in_use
         self.state: torch.Tensor | None = None  # of a recurrent policy, float32 [N, W]
         if model.recurrent:
             self.state = torch.zeros(
@@ -256,14 +245,14 @@ class Collector:
         Returns a Rollout [T, N].
         """
         learned.update_statistics()
+        self.sync(learned)
         noise = action_noise(self.env, self.length, self.seed, "actions", self.rollouts, self.words)
         starts = self.env.draw(self.length)
         self.rollouts += 1
         # A copy, because the next state may be written into the same tensor.
         state_before = None if self.state is None else self.state.clone()
         # One region for the whole loop, so that autocast casts the weights only once.
-        with self.in_use(), self.precision.autocast():
-            self.sync(learned)
+        with self.precision.autocast():
             results, self.state = self.loop(self.model, self.env, noise, starts, self.state)
         obs, action, reward, flags, outputs = results
         logp = self.env.distribution(outputs).log_prob(action)

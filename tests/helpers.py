@@ -54,19 +54,10 @@ def trained(run: Run | Config) -> Run:
     return train(build(run) if isinstance(run, Config) else run, progress=False)
 
 
-class Changed:
-    """A collector whose rollouts a function changes: run.collector = Changed(run.collector,
-    function)."""
-
-    def __init__(self, inner, change):
-        self.inner = inner
-        self.change = change
-
-    def __getattr__(self, name: str):
-        return getattr(self.inner, name)
-
-    def collect(self, learned) -> Rollout:
-        return self.change(self.inner.collect(learned))
+def change_rollouts(run: Run, change: Callable[[Rollout], Rollout]) -> None:
+    """A function changes what a run's collector returns."""
+    collect = run.collector.collect
+    run.collector.collect = lambda learned: change(collect(learned))
 
 
 def ring_of(
@@ -106,10 +97,8 @@ def refused(message: str, call, *arguments, error: type[Exception] = ValueError,
 
 
 def weights(run: Run) -> torch.Tensor:
-    """All weights of a run's network, also of one whose optimizer keeps them packed."""
-    unpacked = getattr(run.learner.optimizer, "unpacked", contextlib.nullcontext)
-    with unpacked():
-        return torch.nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
+    """All weights of a run's network."""
+    return torch.nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
 
 
 def assert_same(one: Run, other: Run) -> None:

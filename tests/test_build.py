@@ -39,8 +39,6 @@ REFUSED = [  # fields of a config, of a machine, the number of processes, and th
     ({}, {"vectorization": "async"}, 1, "vectorization is async: .*env_id"),
     ({"formats": "m=e9m3"}, {}, 1, "formats has 'm=e9m3'"),
     ({"formats": "forward=e4m3"}, {}, 1, "formats is forward=e4m3"),
-    ({"formats": "weights=e4m3:block"}, {}, 1, "formats is weights=e4m3:block"),
-    ({"formats": "weights=e4m3:mx"}, {}, 1, "formats is weights=e4m3:mx"),
     ({"formats": "weights=e4m3", "collect_precision": "bf16"}, {}, 1, "collect_precision is bf16"),
     (FEW_BITS, {}, 2, "formats is m=e4m3: .*one process"),
     ({"precision": "fp8", "hidden_size": 40}, {}, 1, "precision is 'fp8' and no layer can run"),

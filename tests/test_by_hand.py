@@ -31,11 +31,7 @@ SETTINGS = {
     "a policy with memory": dict(encoder="gru"),
     "weights in few bits": dict(formats="weights=bf16"),
 }
-PLAIN = [
-    name
-    for name, changes in SETTINGS.items()
-    if not {"precision", "encoder", "formats"} & {*changes}
-]
+PLAIN = [name for name, changes in SETTINGS.items() if not {"precision", "encoder"} & {*changes}]
 
 
 def gradients(learner, batch, compute) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

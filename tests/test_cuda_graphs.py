@@ -5,9 +5,9 @@ import pytest
 import torch
 from helpers import (
     TINY,
-    Changed,
     after,
     assert_same,
+    change_rollouts,
     drawn_on_tensors,
     resumed,
     small,
@@ -178,7 +178,7 @@ def spoiled(run, at: int):
             rollout.obs[3, 0] = 1e9
         return rollout
 
-    run.collector = Changed(run.collector, change)
+    change_rollouts(run, change)
     return run
 
 

@@ -282,16 +282,14 @@ def test_the_command_prints_the_report_of_a_file(tmp_path, capfd):
     arrays = {name: np.asfortranarray(x.numpy()) for name, x in OURS.items()}
     np.savez_compressed(tmp_path / "dump.npz", **arrays, responses=IS_ANSWER.long().numpy())
     assert read_dump(tmp_path / "dump.npz")["tokens"].shape == (SEQUENCES, TOKENS)
-    expected = mismatch(arrays, clip=0.1, precision="bf16", tokens=IS_ANSWER.long())
+    quiet = {**arrays, "learner_logp": arrays["actor_logp"] + 0.1 * (LEARNER - ACTOR).numpy()}
+    np.savez(tmp_path / "sound.npz", **quiet)
+    expected = mismatch(arrays, clip=0.1, precision="bf16", sound=quiet, tokens=IS_ANSWER.long())
     words = (
         capfd,
         "mismatch",
         tmp_path / "dump.npz",
-        "--clip",
-        0.1,
-        "--precision",
-        "bf16",
-        "--stacks",
+        *("--clip", 0.1, "--precision", "bf16", "--sound", tmp_path / "sound.npz", "--stacks"),
     )
     file = tmp_path / "r.json"
     assert run_doctor(*words, "--json", file) == (0, f"{expected}\n{expected.stack_table()}\n", "")

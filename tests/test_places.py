@@ -26,7 +26,7 @@ STEP = {
     "root": "root=e4m3:stored",
     "both": "m=e3m2:stored v=bf16",
     "unscaled": "v=e5m2:unscaled:stored",
-    "independent": "m=e3m2:block:independent:stored v=e4m3:unscaled:stored:independent",
+    "independent": "m=e3m2:independent:stored v=e4m3:unscaled:stored:independent",
     "all": "weights=e3m2 m=e4m3",
 }
 
@@ -41,9 +41,6 @@ STEP = {
         ("weights=e4m3:independent", "formats has 'weights=e4m3:independent'"),
         ("forward=e4m3:stochastic", "formats has 'forward=e4m3:stochastic'"),
         ("v=e4m3:stochastic:nearest", "formats has 'v=e4m3:stochastic:nearest'"),
-        ("m=e4m3:mx:block", "formats has 'm=e4m3:mx:block': leave out mx or block"),
-        ("m=e4m3:unscaled:mx", "formats has 'm=e4m3:unscaled:mx': leave out mx or unscaled"),
-        ("m=bf16:mx", "formats has 'm=bf16:mx': leave out mx"),
         ("v=e4m3 v=e5m2", "formats has v twice"),
         ("v=e4m3 root=e5m2", "formats has root twice"),
     ],
@@ -53,9 +50,9 @@ def test_bad_places_are_refused(text, field):
 
 
 def test_places_and_words():
-    text = "v=e5m2 weights=bf16:stochastic m=e4m3:block:unscaled"
+    text = "v=e5m2 weights=bf16:stochastic m=e4m3:stored:unscaled"
     places = places_of(text)
-    assert places["m"] == PlaceFormat(format_of("e4m3"), ("block", "unscaled"))
+    assert places["m"] == PlaceFormat(format_of("e4m3"), ("stored", "unscaled"))
     assert str(places) == text and places.noisy == ["weights"]
     assert places["v"].scaled and not places["weights"].scaled and not places["m"].scaled
     assert places_of("v=e5m2:nearest") == places_of("v=e5m2")
@@ -71,14 +68,13 @@ def by_hand(text: str, theta: torch.Tensor, grads: list[torch.Tensor], rate: flo
         if name not in places:
             return x
         form = places[name]
-        block = 32 if "block" in form.words else None
         kept = []
         for part in x.split(SIZES):
             noise = None if bound is None else torch.full_like(part, float(bound))
             if "unscaled" in form.words:
                 kept.append(rounded(part, form.format, noise))
             else:
-                kept.append(scaled(part, form.format, block, noise))
+                kept.append(scaled(part, form.format, noise))
         return torch.cat(kept)
 
     words = {name: places[name].words if name in places else () for name in STATE}
@@ -146,7 +142,7 @@ ARMS = [
     "forward=e4m3 backward=e5m2",
     "observations=e3m2",
 ]
-ARMS += ["targets=e4m3", "targets=e4m3:stochastic", "acting=e2m1", "forward=e4m3:mx m=e4m3:mx"]
+ARMS += ["targets=e4m3", "targets=e4m3:stochastic", "acting=e2m1", "m=e4m3"]
 
 
 @pytest.mark.parametrize("env_id", [None, "fp8rl/Lqr-v0"])

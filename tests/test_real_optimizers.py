@@ -71,14 +71,11 @@ class OtherNames(torch.optim.SGD):
             state["state1"] = state.pop("momentum_buffer")
 
 
-class Normed(torch.optim.SGD):
-    """Divides gradients by the norm of all of them."""
+class Clipped(torch.optim.SGD):
+    """Clips the norm of all gradients, which here is always longer."""
 
     def step(self, closure=None):
-        gradients = [p.grad for group in self.param_groups for p in group["params"]]
-        norm = torch.stack([g.norm() for g in gradients]).norm()
-        for g in gradients:
-            g.div_(norm)
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
         super().step()
 
 
@@ -141,17 +138,65 @@ def stepped(
     return doctor.report()
 
 
-def changed(entries, begin: int) -> list:
-    """The findings of a training whose script changes its momentum in the middle. They begin after
-    so many updates."""
+def clamp(model, optimizer):
+    """Changes weights in a way that their versions do not tell of."""
+    for p in model.parameters():
+        p.data.clamp_(-0.05, 0.05)
+
+
+def clear_moments(model, optimizer):
+    for state in optimizer.state.values():
+        for x in state.values():
+            if x is not None:
+                x.data.zero_()
+
+
+# What a script may do between two steps
+CHANGES = {
+    "clamp": clamp,
+    # A layer whose parameters had a stand-in with those of others
+    "frozen layer": lambda model, optimizer: model[0].requires_grad_(False),
+    "zeroed moments": clear_moments,
+    "empty state": lambda model, optimizer: optimizer.state.clear(),
+    "loaded state": lambda model, optimizer: optimizer.load_state_dict(
+        type(optimizer)(model.parameters(), lr=1e-3).state_dict()
+    ),
+    "options": lambda model, optimizer: optimizer.param_groups[0].update(lr=3e-3, weight_decay=0.1),
+}
+OWN_CLASSES = {
+    "Adam": torch.optim.Adam,
+    "SGD": functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+    "RMSprop": torch.optim.RMSprop,
+}
+
+
+def changed_training(kind: str, change, attach) -> nn.Module:
+    """A training that resumes, and whose weights or state are changed at updates 40 and 70."""
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    train(model, optimizer, begin)
-    doctor = Doctor(optimizer, formats=entries, model=model)
-    train(model, optimizer, 32)
-    clear_moments(model, optimizer)
-    train(model, optimizer, 32)
-    return doctor.report()
+    optimizer = OWN_CLASSES[kind](model.parameters(), lr=1e-3)
+    train(model, optimizer, 8)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    updates = itertools.count(1)
+
+    def between():
+        if next(updates) in (40, 70):
+            change(model, optimizer)
+
+    with attach(optimizer):
+        train(model, optimizer, 96, between)
+    return model
+
+
+def watched_changes(entries, kind="SGD", change=clear_moments) -> list:
+    """The findings of such a training."""
+    doctors = []
+
+    def watching(optimizer):
+        doctors.append(Doctor(optimizer, formats=entries))
+        return contextlib.nullcontext()
+
+    changed_training(kind, change, watching)
+    return doctors[0].report()
 
 
 def of_half_a_tensor() -> torch.Tensor:
@@ -171,45 +216,11 @@ large = functools.partial(
 )
 large_sgd = functools.partial(large, kind=torch.optim.SGD)
 adamw = functools.partial(watched, kind=torch.optim.AdamW, weight_decay=0.1)
-fast_adamw = functools.partial(adamw, lr=1e-2)
 SAME = "it is the same as the script's own: its steps are equal, bit for bit"
 NO_STATE = "without the state of the script, which it cannot read; longest step "
 LEAP = "it leaps once in 128 updates, first at"
-FOUND = [  # a training, a real optimizer, its word, its rate, and part of its line
-    (watched, "torch.optim:Adam", "as float32", 1, f": {SAME}; longest step "),
-    (watched, "torch.optim:Adam", "as float32", 1, "6 of 6 tensors stay in float32"),
-    (watched, "torch.optim:Adam:lr=5e-3", "faster", 4.9, "6 of 6 tensors learn up to "),
-    (longer, f"{HERE}:Faulty:by=1.0:at=100", "leaps", 1, f": {LEAP} 100, farthest in 0.weight; "),
-    (longer, f"{HERE}:Faulty:times=8:by=1.0:at=96", "leaps", 8, ": it leaps 67 times in 128 "),
-    (longer, f"{HERE}:Faulty:by=1e999:at=40", "diverges", 1, "infinite or NaN at update 40"),
-    (half, f"{HERE}:Faulty:drift=1e-3", "as float32", 1, "47% of the numbers move although"),
-    (half, "torch.optim:Adam", "as float32", 1, f"{SAME}; longest step "),
-    (half, "bf16", "stalls", 0, "stay the same over 32 updates; longest step "),
-    (functools.partial(stepped, gradient=ones, updates=320), "bf16", "stalls", 0, "are frozen"),
-    (slow_sgd, f"{HERE}:Kahan:bf16", "as float32", 1, "4 bytes a parameter"),
-    (slow_sgd, "torch.optim:SGD:bf16", "stalls", 0, "2 bytes a parameter"),
-    (fast_adamw, "bf16", "frozen tensors", 1, ": 0.00 of the weight decay arrives; "),
-    (adamw, "torch.optim:AdamW", "as float32", 1, SAME),
-    (watched, f"{HERE}:ThreeBetas", "as float32", 1, "its own betas, (0.9, 0.999, 0.9999); it has"),
-    (watched, f"{HERE}:ThreeBetas", "as float32", 1, "it has its own eps, (1e-30, 1e-16)"),
-    (watched, "torch.optim:SGD:momentum=0.5", "slower", 0.15, "SGD has no betas, which Adam has"),
-    (watched, f"{HERE}:EstimatesItsRate:lr=1e-3", "as float32", 1, "its steps are equal"),
-    (functools.partial(changed, begin=0), f"{HERE}:OtherNames", "as float32", 1, NO_STATE),
-    (functools.partial(changed, begin=32), f"{HERE}:OtherNames", "as float32", 0.87, NO_STATE),
-]
 PARTS = "all this on 32,768 of 66,560 numbers"
-vanishing = functools.partial(stepped, gradient=functools.partial(torch.full, (64, 64), 1e-3))
 WHOLE = "it ran on whole tensors, because a step on blocks of them is another one: "
-FOUND += [  # of a large tensor, on some blocks if the class treats them alone
-    (large, "torch.optim:Adam", "as float32", 1, f"{SAME}; longest step "),
-    (large, "torch.optim:Adam", "as float32", 1, PARTS),
-    (functools.partial(large, whole=True), "torch.optim:Adam", "as float32", 1, SAME),
-    (large, "torch.optim:Adam:bf16", "slower", 0.22, PARTS),
-    (functools.partial(large, whole=True), "torch.optim:Adam:bf16", "slower", 0.22, "6 bytes"),
-    (vanishing, "torch.optim:Adam:fp16", "diverges", torch.nan, "longest step inf learning rates"),
-    (large_sgd, f"{HERE}:Normed", "stalls", 0, f"{WHOLE}0.266 MB"),
-    (large_sgd, "torch.optim:Muon:momentum=0.0", "stalls", 0, WHOLE),
-]
 NOT_JUDGED = [  # it cannot stand for the script's class, or there is nothing to judge
     (watched, "torch.optim:SGD", "SGD has no betas"),
     (sgd, "torch.optim:Adam", "Adam has betas"),
@@ -224,7 +235,49 @@ NOT_JUDGED = [  # it cannot stand for the script's class, or there is nothing to
     (functools.partial(watched, updates=0), "bf16", "before a window was full"),
     (functools.partial(watched, kind=torch.optim.Rprop), "bf16", "a step of Rprop is not in prop"),
 ]
-FOUND += [(how, entry, "not judged", torch.nan, part) for how, entry, part in NOT_JUDGED]
+FOUND = [  # a training, a real optimizer, its word, its rate, and part of its line
+    (watched, "torch.optim:Adam", "as float32", 1, f": {SAME}; longest step "),
+    (watched, "torch.optim:Adam", "as float32", 1, "6 of 6 tensors stay in float32"),
+    (watched, "torch.optim:Adam:lr=5e-3", "faster", 4.9, "6 of 6 tensors learn up to "),
+    (longer, f"{HERE}:Faulty:by=1.0:at=100", "leaps", 1, f": {LEAP} 100, farthest in 0.weight; "),
+    (longer, f"{HERE}:Faulty:times=8:by=1.0:at=96", "leaps", 8, ": it leaps 67 times in 128 "),
+    (longer, f"{HERE}:Faulty:by=1e999:at=40", "diverges", 1, "infinite or NaN at update 40"),
+    (half, f"{HERE}:Faulty:drift=1e-3", "as float32", 1, "47% of the numbers move although"),
+    (half, "torch.optim:Adam", "as float32", 1, f"{SAME}; longest step "),
+    (half, "bf16", "stalls", 0, "stay the same over 32 updates; longest step "),
+    (functools.partial(stepped, gradient=ones, updates=320), "bf16", "stalls", 0, "are frozen"),
+    (slow_sgd, f"{HERE}:Kahan:bf16", "as float32", 1, "4 bytes a parameter"),
+    (slow_sgd, "torch.optim:SGD:bf16", "stalls", 0, "2 bytes a parameter"),
+    (
+        functools.partial(adamw, lr=1e-2),
+        "bf16",
+        "frozen tensors",
+        1,
+        ": 0.00 of the weight decay arrives; ",
+    ),
+    (adamw, "torch.optim:AdamW", "as float32", 1, SAME),
+    (watched, f"{HERE}:ThreeBetas", "as float32", 1, "its own betas, (0.9, 0.999, 0.9999); it has"),
+    (watched, f"{HERE}:ThreeBetas", "as float32", 1, "it has its own eps, (1e-30, 1e-16)"),
+    (watched, "torch.optim:SGD:momentum=0.5", "slower", 0.15, "SGD has no betas, which Adam has"),
+    (watched, f"{HERE}:EstimatesItsRate:lr=1e-3", "as float32", 1, "its steps are equal"),
+    (watched_changes, f"{HERE}:OtherNames", "as float32", 0.87, NO_STATE),
+    # Of a large tensor, on some blocks if the class treats them alone
+    (large, "torch.optim:Adam", "as float32", 1, f"{SAME}; longest step "),
+    (large, "torch.optim:Adam", "as float32", 1, PARTS),
+    (functools.partial(large, whole=True), "torch.optim:Adam", "as float32", 1, SAME),
+    (large, "torch.optim:Adam:bf16", "slower", 0.22, PARTS),
+    (functools.partial(large, whole=True), "torch.optim:Adam:bf16", "slower", 0.22, "6 bytes"),
+    (
+        functools.partial(stepped, gradient=lambda: torch.full((64, 64), 1e-3)),  # v vanishes
+        "torch.optim:Adam:fp16",
+        "diverges",
+        torch.nan,
+        "longest step inf learning rates",
+    ),
+    (large_sgd, f"{HERE}:Clipped", "stalls", 0, f"{WHOLE}0.266 MB"),
+    (large_sgd, "torch.optim:Muon:momentum=0.0", "stalls", 0, WHOLE),
+    *((how, entry, "not judged", torch.nan, part) for how, entry, part in NOT_JUDGED),
+]
 
 
 @pytest.mark.parametrize(("how", "entry", "word", "rate", "part"), FOUND)
@@ -277,70 +330,14 @@ def test_a_kept_training_is_that_of_the_real_optimizer():
     assert all(torch.equal(p, q.float()) for p, q in zip(model.parameters(), alone, strict=True))
 
 
-def clamp(model, optimizer):
-    """Changes weights in a way that their versions do not tell of."""
-    for p in model.parameters():
-        p.data.clamp_(-0.05, 0.05)
-
-
-def clear_moments(model, optimizer):
-    for state in optimizer.state.values():
-        for x in state.values():
-            if x is not None:
-                x.data.zero_()
-
-
-# What a script may do between two steps
-CHANGES = {
-    "clamp": clamp,
-    # A layer whose parameters had a stand-in with those of others
-    "frozen layer": lambda model, optimizer: model[0].requires_grad_(False),
-    "zeroed moments": clear_moments,
-    "empty state": lambda model, optimizer: optimizer.state.clear(),
-    "loaded state": lambda model, optimizer: optimizer.load_state_dict(
-        type(optimizer)(model.parameters(), lr=1e-3).state_dict()
-    ),
-    "options": lambda model, optimizer: optimizer.param_groups[0].update(lr=3e-3, weight_decay=0.1),
-}
-OWN_CLASSES = {
-    "Adam": torch.optim.Adam,
-    "SGD": functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True),
-    "RMSprop": torch.optim.RMSprop,
-}
-
-
-def changed_training(kind: str, change, attach) -> nn.Module:
-    """A training that resumes, and whose weights or state are changed at updates 40 and 70."""
-    model = network()
-    optimizer = OWN_CLASSES[kind](model.parameters(), lr=1e-3)
-    train(model, optimizer, 8)
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    updates = itertools.count(1)
-
-    def between():
-        if next(updates) in (40, 70):
-            change(model, optimizer)
-
-    with attach(optimizer):
-        train(model, optimizer, 96, between)
-    return model
-
-
 @pytest.mark.parametrize(
     ("kind", "change"),
     [*(("SGD", change) for change in CHANGES), ("Adam", "clamp"), ("RMSprop", "zeroed moments")],
 )
 def test_script_s_own_class_is_the_control_whatever_other_code_changes(kind, change):
     entry = f"optimizer=torch.optim:{kind}"
-    doctors = []
-
-    def watching(optimizer):
-        formats = ("weights=fp32", "m=fp32", "v=fp32", entry)
-        doctors.append(Doctor(optimizer, formats=formats))
-        return contextlib.nullcontext()
-
-    changed_training(kind, CHANGES[change], watching)
-    for finding in doctors[0].report():
+    formats = ("weights=fp32", "m=fp32", "v=fp32", entry)
+    for finding in watched_changes(formats, kind, CHANGES[change]):
         assert finding.rate == pytest.approx(1, abs=1e-3), str(finding)
         assert finding.verdict == "as float32"
     keep = Keep(entry)

@@ -15,27 +15,16 @@ from fp8rl.dumps import mismatch
 from fp8rl.dumps.dump import read_dump
 
 
-class TrainerOfTwoSteps:
-    """What the callback uses of TRL's GRPOTrainer: batches of padded completions."""
-
-    def add_callback(self, callback) -> None:
-        self.callback = callback
-
-    def train(self) -> None:
-        for step in (1, 2):
-            self._buffered_inputs = [self.batch(width=4 + step) for _ in range(3)]
-            state = SimpleNamespace(global_step=step, is_world_process_zero=True)
-            self.callback.on_step_end(None, state, None)
-
-    def batch(self, width: int) -> dict[str, torch.Tensor]:
-        lengths = torch.randint(1, width + 1, (8, 1))
-        learner = -torch.rand(8, width)
-        return {
-            "completion_mask": (torch.arange(width) < lengths).int(),
-            "old_per_token_logps": learner,
-            "sampling_per_token_logps": learner.bfloat16().float(),
-            "advantages": torch.randn(8),
-        }
+def batch_of_completions(width: int) -> dict[str, torch.Tensor]:
+    """What TRL's GRPOTrainer keeps of padded completions."""
+    lengths = torch.randint(1, width + 1, (8, 1))
+    learner = -torch.rand(8, width)
+    return {
+        "completion_mask": (torch.arange(width) < lengths).int(),
+        "old_per_token_logps": learner,
+        "sampling_per_token_logps": learner.bfloat16().float(),
+        "advantages": torch.randn(8),
+    }
 
 
 def test_the_callback_for_grpo_trainer(monkeypatch, tmp_path):
@@ -46,12 +35,14 @@ def test_the_callback_for_grpo_trainer(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "transformers", transformers)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    trainer = TrainerOfTwoSteps()
+    callbacks = []
+    trainer = SimpleNamespace(add_callback=callbacks.append)
     exec(code, {"trainer": trainer, "__name__": "page"})
-    trainer.train()
-    dump = read_dump(tmp_path / "dump.pt")
-    report = mismatch(**dump)
-    assert report.numbers.sequences == 48
+    for step in (1, 2):
+        trainer._buffered_inputs = [batch_of_completions(4 + step) for _ in range(3)]
+        state = SimpleNamespace(global_step=step, is_world_process_zero=True)
+        callbacks[0].on_step_end(None, state, None)
+    assert mismatch(**read_dump(tmp_path / "dump.pt")).numbers.sequences == 48
 
 
 # Package, file, class, field, and its default in docs/stack_defaults_table.md

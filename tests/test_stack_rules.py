@@ -13,7 +13,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import run_doctor
 
 from fp8rl.dumps import mismatch
 from fp8rl.dumps.rules import RULES, VERSIONS, weigh
@@ -134,11 +133,3 @@ def test_huge_ratios_overflow_nowhere_and_what_is_not_known_is_no_number():
     assert len(table) == len(RULES) + 1 and table[1].startswith("TRL 1.16.0, GRPOTrainer  ")
     assert table[1].split("  ")[-1] == "-" and "(default)" in table[1]
     assert json.loads(report.to_json())["stacks"][0]["sample_size"] is None
-
-
-def test_the_command_adds_the_table(tmp_path, capsys):
-    path = tmp_path / "dump.npz"
-    np.savez(path, learner_logp=LEARNER, actor_logp=ACTOR, mask=MASK)
-    report = mismatch(LEARNER, ACTOR, MASK)
-    expected = f"{report}\n{report.stack_table()}\n"
-    assert run_doctor(capsys, "mismatch", path, "--stacks") == (0, expected, "")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
-from helpers import SHORT, Changed, after, assert_same, refused, small, trained, weights
+from helpers import SHORT, after, assert_same, change_rollouts, refused, small, trained, weights
 
 from fp8rl.build import build
 from fp8rl.config import Config
@@ -143,7 +143,5 @@ def test_the_size_of_rewards_changes_nothing():
     """Bit for bit, by a power of two."""
     config = Config(**SHORT | {"steps": 1_024})
     plain, scaled = build(config), build(config)
-    scaled.collector = Changed(
-        scaled.collector, lambda rollout: rollout._replace(reward=2.0**20 * rollout.reward)
-    )
+    change_rollouts(scaled, lambda rollout: rollout._replace(reward=2.0**20 * rollout.reward))
     assert torch.equal(weights(trained(plain)), weights(trained(scaled)))

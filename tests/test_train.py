@@ -9,9 +9,9 @@ import torch._dynamo
 from helpers import (
     SHORT,
     TINY,
-    Changed,
     after,
     assert_same,
+    change_rollouts,
     log_probabilities,
     noise,
     refused,
@@ -54,7 +54,7 @@ def test_learns_to_stay_at_the_origin():
 def test_iterate_yields_the_run_and_learns_from_each_rollout_once_and_then_from_the_ring():
     config = Config(**SHORT)
     run, seen, rollouts, batches = build(config), [], [], []
-    run.collector = Changed(run.collector, lambda rollout: rollouts.append(rollout) or rollout)
+    change_rollouts(run, lambda rollout: rollouts.append(rollout) or rollout)
     update = run.learner.update
     run.learner.update = lambda batch: batches.append(batch) or update(batch)
     for same_run in iterate(run):
@@ -77,7 +77,7 @@ def test_what_is_not_finite_never_reaches_weights_or_ring(which, bad):
         return rollout
 
     run, seen = build(Config(**SHORT)), []
-    run.collector = Changed(run.collector, spoil)
+    change_rollouts(run, spoil)
     with pytest.raises(ValueError, match=f"^{which} from the environment is not finite: fix"):
         seen.extend(weights(each) for each in iterate(run))
     assert len(run.history) == len(seen) == 2 and run.ring.size == 64

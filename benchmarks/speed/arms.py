@@ -10,7 +10,6 @@ the command says so.
     waits             whole processes from their start to their end, with imports, evaluations and
                       files: `train` beside scripts that only train the cart (rivals.py), and
                       `study` beside as many agents in JAX
-    from_start        the scripts for 100,000 and for 1,000,000 steps
     watching          scripts alone and under `python -m fp8rl.doctor watch`, by the processor's
                       time: nanoGPT in two sizes and two of CleanRL, in the clones that --clones
                       names (benchmarks/scripts.py has what they need)
@@ -56,6 +55,7 @@ import matplotlib.pyplot as plt
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from fp8rl.build import HERE, Machine, build, build_population
 from fp8rl.config import Config
@@ -72,7 +72,7 @@ from fp8rl.train import Run, iterate
 SPEED = Path(__file__).parent
 sys.path.insert(0, str(SPEED.parent))
 import scripts  # noqa: E402
-from results import ROOT, Journal, seconds_of, table_of, write_tables  # noqa: E402
+from results import ROOT, Journal, table_of, write_tables  # noqa: E402
 
 CORES = cores()
 VECTORIZATIONS = ("sync", "async")  # how Gymnasium steps the copies of an environment
@@ -207,7 +207,7 @@ def speed_arm(row: tuple[str, ...], column: str, command: str, copies: Iterable[
     return Arm(row, column, measure)
 
 
-TRAINING = "--rollout-length 32 --steps {steps} --seed {seed}"
+TRAINING = "--rollout-length 32 --steps 100000 --seed {seed}"
 OURS = f"rivals.py --num-envs 16 --learning-rate 0.002 {TRAINING}"
 JAX = f"jax_rival.py --num-envs 16 --learning-rate 0.002 {TRAINING}"
 SB3 = f"sb3_rival.py {TRAINING}"
@@ -223,30 +223,24 @@ SCRIPTS = {
 }
 
 
-def training_arms(group: str, steps: int, work: Path) -> list[Arm]:
-    """Scripts that train the cart for so many steps."""
-    arms = [
-        waiting_arm((group, name), command.replace("{steps}", str(steps)))
-        for name, command in SCRIPTS.items()
-    ]
-    cache = work / f"compiled_for_{steps}_steps"
+def training_arms(work: Path) -> list[Arm]:
+    """Scripts that train the cart and do nothing else."""
+    arms = [waiting_arm(("train", name), command) for name, command in SCRIPTS.items()]
+    cache = work / "compiled"
     from_cache = {
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
     def compiled_before(seed: int) -> dict[str, float]:
-        commands = [JAX.format(steps=steps, seed=seed)]
+        commands = [JAX.format(seed=seed)]
         if not cache.exists():
             wait(commands, from_cache)  # fills the cache
         return wait(commands, from_cache)
 
     after_jax = list(SCRIPTS).index("JAX") + 1
-    arms.insert(after_jax, Arm((group, "JAX, compiled before"), "seconds", compiled_before))
+    arms.insert(after_jax, Arm(("train", "JAX, compiled before"), "seconds", compiled_before))
     return arms
-
-
-WAITING = {"times the row's first line": ("seconds", "first line")}
 
 
 def waits(options: argparse.Namespace) -> list[Table]:
@@ -257,7 +251,7 @@ def waits(options: argparse.Namespace) -> list[Table]:
     train = f"-m fp8rl train --steps 100000 --seed {{seed}} {out}"
     arms = [
         waiting_arm(("train", "`python -m fp8rl train`"), train),
-        *training_arms("train", 100_000, options.work),
+        *training_arms(options.work),
         waiting_arm(
             ("study", "`python -m fp8rl study`, 30 seeds in four precisions"),
             f"-m fp8rl study --first-seed {{seed}} {out}",
@@ -269,16 +263,8 @@ def waits(options: argparse.Namespace) -> list[Table]:
             range(CORES),
         ),
     ]
-    return [Table(("row", "what one waits for"), arms, WAITING)]
-
-
-def from_start(options: argparse.Namespace) -> list[Table]:
-    arms = [
-        arm
-        for steps in (100_000, 1_000_000)
-        for arm in training_arms(f"{steps:,} steps", steps, options.work)
-    ]
-    return [Table(("training", "contestant"), arms, WAITING)]
+    ratios = {"times the row's first line": ("seconds", "first line")}
+    return [Table(("row", "what one waits for"), arms, ratios)]
 
 
 def watching(options: argparse.Namespace) -> list[Table]:
@@ -287,7 +273,7 @@ def watching(options: argparse.Namespace) -> list[Table]:
         "decoder": nano_gpt(16, layers=8, width=384, length=128, batch=8, evaluations=1),
         "nanoGPT": nano_gpt(400, layers=4, width=128, evaluations=1),  # its page's for a CPU
         "ppo": scripts.PPO,
-        "td3": scripts.STUDIES["stacks_in_scripts"].scripts["td3, Pendulum"],
+        "td3": scripts.SCRIPTS["td3, Pendulum"],
     }
     watch = "-m fp8rl.doctor watch"
     stacks = "model=bf16 optimizer=torchao-8bit:eager optimizer=bnb-8bit optimizer=optimi-kahan"
@@ -408,6 +394,13 @@ def steps_per_second(
     return count * agents * run.config.steps_per_iteration / (clock() - began)
 
 
+def seconds_of(step: Callable, least: float) -> float:
+    """Median seconds of a call, measured over so many seconds or more."""
+    timer = Timer("step()", globals={"step": step})
+    timer.timeit(WARMUP + 2)  # as above: loads what it needs, and captures a graph
+    return timer.blocked_autorange(min_run_time=least).median
+
+
 def run_arm(
     row: tuple[str, ...], column: str, config: Config, machine: Machine = HERE, **measured
 ) -> Arm:
@@ -509,8 +502,7 @@ def collect(env_id: str, copies: int, vectorization: str, seed: int) -> dict[str
     env = GymEnv(env_id, copies, vectorization=vectorization)
     model = ActorCritic(4)
     collector = Collector(env, model, Precision("fp32"), length=32)
-    step = {vectorization: functools.partial(collector.collect, model)}
-    seconds = seconds_of(step, 1, 0.6)[vectorization]
+    seconds = seconds_of(functools.partial(collector.collect, model), 0.6)
     env.close()
     return {vectorization: 32 * copies / seconds}
 
@@ -582,8 +574,8 @@ def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") ->
 
 def time_layer(batch: int, width: int, seed: int) -> dict[str, float]:
     """Microseconds of a step."""
-    seconds = seconds_of(layer_steps(width, batch), rounds=5, round_seconds=0.02)
-    return {name: 1e6 * value for name, value in seconds.items()}
+    steps = layer_steps(width, batch)
+    return {name: 1e6 * seconds_of(step, 0.1) for name, step in steps.items()}
 
 
 def fp8_layer(options: argparse.Namespace) -> list[Table]:
@@ -601,7 +593,7 @@ def fp8_layer(options: argparse.Namespace) -> list[Table]:
 
 # What runs arms, and writes their table
 
-ON_CPU = (waits, from_start, watching, loops, populations, widths_speed, processes)
+ON_CPU = (waits, watching, loops, populations, widths_speed, processes)
 ON_GPU = (populations_cuda, widths_cuda, placements, fp8_layer)
 TABLES = {function.__name__: function for function in (*ON_CPU, *ON_GPU)}
 
@@ -668,24 +660,19 @@ def text_of(table: Table, found: Measured) -> str:
 
 
 def draw(out: Path, found: Measured) -> None:
-    """A bar for each training, in a panel for each length of trainings."""
-    groups = {}
-    for (row, column), rounds in found.items():
-        group, name = row.split(" | ")
-        if column == "seconds" and group != "study":
-            groups.setdefault(group, {})[name] = statistics.median(rounds.values())
-    figure, axes = plt.subplots(
-        1, len(groups), figsize=(10, 3.4), squeeze=False, layout="constrained"
-    )
-    for ax, (group, seconds) in zip(axes[0], groups.items(), strict=True):
-        names = [name.replace("`", "") for name in seconds]
-        colors = ["#0072B2" if "fp8rl" in name else "#999999" for name in names]
-        bars = ax.barh(names, list(seconds.values()), color=colors)
-        ax.bar_label(bars, fmt="{:.1f}", padding=3, fontsize=9)
-        title = group.replace("train", "100,000 steps")
-        ax.set(title=title, xlabel="seconds", xlim=(0, 1.15 * max(seconds.values())))
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.invert_yaxis()
+    """A bar for each training."""
+    seconds = {
+        row.removeprefix("train | ").replace("`", ""): statistics.median(rounds.values())
+        for (row, column), rounds in found.items()
+        if column == "seconds" and row.startswith("train | ")
+    }
+    figure, ax = plt.subplots(figsize=(10, 3.4), layout="constrained")
+    colors = ["#0072B2" if "fp8rl" in name else "#999999" for name in seconds]
+    bars = ax.barh(list(seconds), list(seconds.values()), color=colors)
+    ax.bar_label(bars, fmt="{:.1f}", padding=3, fontsize=9)
+    ax.set(title="100,000 steps", xlabel="seconds", xlim=(0, 1.15 * max(seconds.values())))
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.invert_yaxis()
     figure.suptitle("From the start of a process to a trained agent: shorter is better")
     figure.savefig(out, dpi=110)
 
@@ -717,7 +704,7 @@ def main(words: list[str] | None = None) -> None:
             texts.append(text_of(table, found))
     note = "Medians over the rounds; a ratio is the median of those within the rounds."
     write_tables(options.out, *texts, note)
-    if options.table in ("waits", "from_start"):
+    if options.table == "waits":
         draw(options.out.with_suffix(".png"), found)
 
 

@@ -137,7 +137,6 @@ class RealOptimizer(NamedTuple):
     `type`     "bf16" or "fp16" for the type of the parameters; empty for their own
     `options`  options of the class
     `eager`    whether the compiler is left out
-    `package`  name of the package for pip, where it is known
     """
 
     text: str
@@ -146,12 +145,6 @@ class RealOptimizer(NamedTuple):
     type: str
     options: dict[str, object]
     eager: bool
-    package: str = ""
-
-    @property
-    def name(self) -> str:
-        """The class as it was asked for, or the short name."""
-        return self.text.partition("=")[2].split(":")[0]
 
 
 def is_real(text: str) -> bool:
@@ -184,8 +177,7 @@ def read_real_optimizer(text: str) -> RealOptimizer:
     if first in CATALOGUE and not names_class:
         stack = CATALOGUE[first]
         require_package(text, stack.module, stack.package)
-        entry = read_words(text, stack.module, stack.classes, [*stack.words, *words])
-        return entry._replace(package=stack.package)
+        return read_words(text, stack.module, stack.classes, [*stack.words, *words])
     if not words or not all(part.isidentifier() for part in (*first.split("."), words[0])):
         raise ValueError(
             f"formats has {text!r}: write optimizer=module:Class, "

@@ -19,24 +19,18 @@ remains to round the quotient to a whole number. It is rounded to the nearest, t
 stochastically, up with the probability of the remainder, so that the mean of the results is x. A
 number beyond the largest number becomes that number, as in fp8.cast (torch's own casts give
 infinity in float16, bfloat16 and e5m2). A number that is not finite becomes NaN, and so does a
-tensor or block whose scale it decides.
+tensor whose scale it decides.
 
-Few exponent bits cover few magnitudes, so numbers are divided by a scale first. A tensor, a row or
-a block has one scale, which follows from its largest magnitude. A power of two as scale costs no
-accuracy (fp8.py). There are two rules for it:
-
-    with `mx`   the rule of the MX specification, section 6.3. It looks at the exponent of the
-                largest magnitude alone, and clips what is then beyond the largest number. Of
-                blocks of 32 normal numbers that happens to 17% in e4m3 and to 30% in e2m1.
-    otherwise   the smallest power of two that brings the largest magnitude into the format's range,
-                so that nothing is clipped"""
+Few exponent bits cover few magnitudes, so numbers are divided by a scale first. A tensor or a row
+has one scale: the smallest power of two that brings its largest magnitude into the format's range,
+so that nothing is clipped. A power of two as scale costs no accuracy (fp8.py).
+"""
 
 import functools
 import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from .notation import bits_of
 
@@ -120,27 +114,13 @@ def rounded(x: torch.Tensor, to: Format, noise: torch.Tensor | None = None) -> t
     return parts.mul_(step).clamp_(-to.largest, to.largest)
 
 
-def scaled(
-    x: torch.Tensor,
-    to: Format,
-    block: int | None = None,
-    noise: torch.Tensor | None = None,
-    mx: bool = False,
-) -> torch.Tensor:
-    """Like `rounded`, with a power-of-two scale for each row of `x`, or for each block of a row.
+def scaled(x: torch.Tensor, to: Format, noise: torch.Tensor | None = None) -> torch.Tensor:
+    """Like `rounded`, with a power-of-two scale for each row of `x`.
 
-    A block has `block` numbers; zeros fill the last block. Without noise, the result is exact for 0
-    and for magnitudes from 2^-126 to 2^104. With `mx`, the scale is that of the MX specification: a
-    number that is beyond the format's largest number after the division is clipped to it. The
-    result then rounds to itself.
+    Without noise, the result is exact for 0 and for magnitudes from 2^-126 to 2^104.
     """
-    if block:
-        if noise is not None:
-            noise = blocks(noise, block)
-        return unblocked(scaled(blocks(x, block), to, noise=noise, mx=mx), x)
-    largest = x.abs().amax(-1, keepdim=True)
-    scale = microscaling_scale(largest, to) if mx else power_of_two_scale(largest, to.largest)
-    if noise is not None or mx or to.mantissa > 21:
+    scale = power_of_two_scale(x.abs().amax(-1, keepdim=True), to.largest)
+    if noise is not None or to.mantissa > 21:
         return rounded(x / scale, to, noise).mul_(scale)
     # The same as above in half as many passes over memory. Float32 also rounds sums to the nearest,
     # ties to even. A sum of 2^23 to 2^24 steps of the format is rounded to whole steps. Nothing
@@ -159,33 +139,7 @@ def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, in [0.5, 1)
     limit_mantissa, limit_exponent = math.frexp(limit)
     exponent = exponent - limit_exponent + (mantissa > limit_mantissa)
-    return scale_with_exponent(exponent.clamp(-126, 128 - limit_exponent), largest)
-
-
-def microscaling_scale(largest: torch.Tensor, to: Format) -> torch.Tensor:
-    """The shared scale of the OCP Microscaling Formats (MX) specification 1.0, section 6.3.
-
-    It is the largest power of two at or below `largest`, divided by the largest power of two among
-    the format's numbers. It is at least 2^-126, the smallest that float32 divides by exactly. For 0
-    it is the same as for 0.5, and NaN if `largest` is not finite.
-    """
-    _, exponent = torch.frexp(largest)
-    _, exponent_of_format = math.frexp(to.largest)
-    return scale_with_exponent((exponent - exponent_of_format).clamp(min=-126), largest)
-
-
-def scale_with_exponent(exponent: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """2^exponent in the type of `largest`, and NaN where `largest` is not finite."""
+    exponent = exponent.clamp(-126, 128 - limit_exponent)
     # In float32, also where torch's default type is float64
     scale = torch.ldexp(torch.ones_like(largest), exponent.to(largest.dtype))
     return torch.where(largest.isfinite(), scale, torch.nan)
-
-
-def blocks(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Rows [..., N] as blocks [..., B, size]; zeros fill the last block."""
-    return F.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
-
-
-def unblocked(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Joins blocks [..., B, size] to rows [..., N] again, with the N of `like`."""
-    return x.flatten(-2)[..., : like.shape[-1]]

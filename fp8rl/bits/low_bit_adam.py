@@ -1,7 +1,7 @@
 """Adam whose moments, and the weights themselves, are stored in few bits.
 
 It trains any module with float32 parameters. float32 takes 4 bytes per parameter for weights and 8
-for moments. Formats of 8 bits take 1 and 2, formats of 16 bits 2 and 4 (packed_tensors.py).
+for moments. Formats of 8 bits take 1 and 2, formats of 16 bits 2 and 4 (`pack`).
 
     moments    A step unpacks the moments, updates them, uses them, and only then rounds them (as
                torchao's low-bit optimizers do; blocks with scales: Dettmers et al. 2022,
@@ -11,15 +11,14 @@ for moments. Formats of 8 bits take 1 and 2, formats of 16 bits 2 and 4 (packed_
                (`Places.moments`). With the word `independent`, a moment is rounded by itself.
     weights    A step is often far smaller than the distance from a number to the next, and rounding
                to the nearest would undo it. Stochastic rounding is right in the mean (Gupta et al.
-               2015, arXiv:1502.02551), without a float32 copy. Between uses, parameters hold no
-               weights (packed_weights.py).
+               2015, arXiv:1502.02551), without a float32 copy. Layers compute with rounded weights
+               in float32. Weights are packed in a `state_dict`, and between `pack` and `unpack`.
 
 In a step there are also the moments of one tensor in float32, and 4 bytes of noise for each number
 that is rounded stochastically. A parameter is left alone until its first step with a gradient. So
 weights that are frozen stay as they are and cost nothing.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -27,13 +26,33 @@ from collections.abc import Callable
 import torch
 
 from . import adam
-from .formats import format_of
+from .formats import DTYPES, format_of, power_of_two_scale
 from .notation import STATE, check_named_once, read_entry
-from .packed_tensors import unpack
-from .packed_weights import Noise, PackingOptimizer, ParameterStates
 from .places import PlaceFormat, Places
 
 OPTIONS_OF_GROUP = ("params", "param_names", "name")  # beside Adam's settings and the places
+Noise = dict[str, torch.Tensor]  # by place, [1, P] each
+
+
+def pack(name: str, x: torch.Tensor, form: PlaceFormat | None) -> dict[str, torch.Tensor]:
+    """Packs a float32 tensor whose numbers are already rounded to a format.
+
+    Returns codes under `name` and, under `name` with "_scale" behind, a scale if there is one.
+    Codes are numbers of one of torch's float8 or 16-bit types, or float32 for a format that torch
+    has no type for.
+    """
+    dtype = DTYPES.get(form.format.name, torch.float32) if form else torch.float32
+    if dtype == torch.float32 or not form.scaled:
+        return {name: x.to(dtype, copy=True)}
+    scale = power_of_two_scale(x.abs().amax(), form.format.largest)
+    return {name: (x / scale).to(dtype), f"{name}_scale": scale}
+
+
+def unpack(packed: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """The float32 tensor that `pack` packed under a name, in memory of its own."""
+    x = packed[name].to(torch.float32, copy=True)
+    scale = packed.get(f"{name}_scale")
+    return x if scale is None else x.mul_(scale)
 
 
 def seeded_noise(seed: int) -> Callable:
@@ -53,7 +72,7 @@ def seeded_noise(seed: int) -> Callable:
     return draw
 
 
-class LowBitAdam(PackingOptimizer):
+class LowBitAdam(torch.optim.Optimizer):
     """Adam (Kingma & Ba 2015, arXiv:1412.6980) that keeps its state in few bits.
 
     `weights`, `m`, `v` or `root` (the root of v) are formats of places.py, such as
@@ -73,16 +92,16 @@ class LowBitAdam(PackingOptimizer):
 
     A parameter that has never had a gradient, because it is frozen or not used, is left alone: it
     keeps its numbers, and the optimizer stores nothing for it. With a parameter's first step its
-    weights are rounded for the first time. `pack_weights` rounds them earlier.
+    weights are rounded for the first time. `round_weights` rounds them earlier.
 
-    To change weights, change them in place, under `torch.no_grad()` and, after `attach`, within
-    `unpacked`. A change of a parameter's `.data` is not noticed.
+    Between steps, the parameters hold rounded weights in float32. `pack` frees them and keeps them
+    in few bits, until `unpack`.
 
     >>> model = torch.nn.Linear(64, 64)
     >>> optimizer = LowBitAdam(model.parameters(), weights="e4m3:stochastic", m="e4m3", root="e4m3")
-    >>> optimizer.attach(model)  # without this only moments save memory
     >>> model(torch.randn(8, 64)).square().mean().backward()
     >>> optimizer.step()
+    >>> optimizer.pack()  # the model cannot be used until optimizer.unpack()
     >>> print(optimizer.describe().splitlines()[-1])
     stored: 3.01 bytes a parameter
     """
@@ -104,6 +123,8 @@ class LowBitAdam(PackingOptimizer):
         root: str | PlaceFormat | None = None,
     ):
         self.places = places_to_keep({"weights": weights, "m": m, "v": v, "root": root})
+        # In the order of the groups
+        self.places_of_parameter: dict[torch.Tensor, Places] = {}
         self.draw_noise = noise or seeded_noise(seed)
         defaults = {
             "lr": lr,
@@ -118,8 +139,8 @@ class LowBitAdam(PackingOptimizer):
     def add_param_group(self, param_group: dict) -> None:
         """Adds a group of parameters, as in torch. It may have formats of its own.
 
-        A format that the group does not name is that of the call. Raises ValueError for a
-        parameter that learns and is empty or not float32, and for options that are not offered.
+        A format that the group does not name is that of the call. Raises ValueError for options
+        that are not offered.
         """
         group = {**param_group}
         known = (*OPTIONS_OF_GROUP, *self.defaults, *STATE)
@@ -135,15 +156,17 @@ class LowBitAdam(PackingOptimizer):
         group["formats"] = str(places)
         refuse_wrong_settings({**self.defaults, **group})
         super().add_param_group(group)
-        new_parameters = self.param_groups[-1]["params"]
-        for p in new_parameters:
-            if p.requires_grad and (p.dtype != torch.float32 or not p.numel()):
-                self.param_groups.pop()
-                raise ValueError(
-                    f"a parameter is {p.dtype} {list(p.shape)}: "
-                    "use float32 parameters that are not empty"
-                )
-        self.places_of_parameter.update(dict.fromkeys(new_parameters, places))
+        self.places_of_parameter.update(dict.fromkeys(self.param_groups[-1]["params"], places))
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters, in the order of the groups."""
+        return list(self.places_of_parameter)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it keeps weights in few bits."""
+        return any("weights" in places for places in self.places_of_parameter.values())
 
     def second(self, p: torch.Tensor) -> str:
         """What is kept of a parameter's second moment: "v", or "root" for its root."""
@@ -153,54 +176,55 @@ class LowBitAdam(PackingOptimizer):
     def step(self, closure: Callable | None = None):
         """Takes Adam's step for all parameters that have a gradient.
 
-        After `attach`, the step then frees weights and gradients.
+        Raises ValueError, and changes nothing, for a parameter that is not float32 or is empty, and
+        for a sparse gradient.
         """
         loss = None
         if closure:
             with torch.enable_grad():
                 loss = closure()
-        self.fill()
-        for group in self.param_groups:
-            self._check_gradients(group)
+        for p in self.parameters:
+            is_good = p.dtype == torch.float32 and p.numel()
+            if p.grad is not None and not (is_good and p.grad.layout == torch.strided):
+                raise ValueError(
+                    f"a parameter {list(p.shape)} is {p.dtype} with a {p.grad.layout} gradient: "
+                    "use float32 parameters that are not empty, and dense gradients"
+                )
         noise_of_update = functools.cache(self._noise)
-        noise = {}
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    if "step" not in self.state_of(p):
-                        self._begin(p)
+                    self._begin(p)
                     updates = int(self.state[p]["step"])
-                    noise[p] = noise_of_update(updates)[p]
-                    self._update(p, group, noise[p])
-        self.sync(noise)
-        self.pending = False
-        self.release()
+                    self._update(p, group, noise_of_update(updates)[p])
         return loss
 
-    def _check_gradients(self, group: dict) -> None:
-        """Raises ValueError if a parameter of a group cannot take a step."""
-        names = group.get("param_names") or [
-            f"a parameter {list(p.shape)}" for p in group["params"]
-        ]
-        for name, p in zip(names, group["params"], strict=True):
-            if p.grad is None:
-                continue
-            if p.grad.layout != torch.strided:
-                raise ValueError(
-                    f"the gradient of {name} is sparse: "
-                    "make it dense, as nn.Embedding does with sparse=False"
-                )
-            if p.dtype != torch.float32:  # it was frozen when its group was added
-                raise ValueError(f"{name} is {p.dtype}: make it float32 before it learns")
-
     def _begin(self, p: torch.Tensor) -> None:
-        """Stores moments of 0, before a parameter's first step."""
-        self.state[p] = {
-            **self.state_of(p),
-            "step": torch.zeros((), dtype=torch.float32, device="cpu"),
-            **self.packed(p, "m", torch.zeros_like(p)),
-            **self.packed(p, self.second(p), torch.zeros_like(p)),
-        }
+        """Stores moments of 0 for a parameter that has none."""
+        if p not in self.state:
+            places = self.places_of_parameter[p]
+            second = self.second(p)
+            self.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device="cpu"),
+                **pack("m", torch.zeros_like(p), places.get("m")),
+                **pack(second, torch.zeros_like(p), places.get(second)),
+            }
+
+    @torch.no_grad()
+    def round_weights(self) -> None:
+        """Rounds the weights of all parameters that learn to the nearest, if they have a format.
+
+        Without this call, a parameter is rounded for the first time after its first step.
+        """
+        for p, places in self.places_of_parameter.items():
+            if p.requires_grad and "weights" in places:
+                self._begin(p)
+                p.copy_(self._rounded(p))
+
+    def _rounded(self, p: torch.Tensor) -> torch.Tensor:
+        """The weights of a parameter, rounded to the nearest."""
+        row = p.detach().reshape(1, -1)
+        return self.places_of_parameter[p].weights(row, [p.numel()]).view(p.shape)
 
     def _noise(self, update: int) -> dict[torch.Tensor, Noise]:
         """The noise of each parameter for update number `update`, counted from 0.
@@ -223,15 +247,15 @@ class LowBitAdam(PackingOptimizer):
         return noise
 
     def _update(self, p: torch.Tensor, group: dict, noise: Noise) -> None:
-        """Takes the step of one parameter, on rows [1, P]. Its weights are not rounded yet."""
+        """Takes the step of one parameter, on rows [1, P]."""
         places = self.places_of_parameter[p]
         second = self.second(p)
         beta1, beta2 = group["betas"]
         t = self.state[p]["step"] + 1
         grad = -p.grad if group["maximize"] else p.grad
         g = grad.reshape(1, -1)
-        m = unpack(*self.stored(p, "m")).reshape(1, -1)
-        v = unpack(*self.stored(p, second)).reshape(1, -1)
+        m = unpack(self.state[p], "m").reshape(1, -1)
+        v = unpack(self.state[p], second).reshape(1, -1)
         if second == "root":
             v.square_()
         adam.update_moments_fast(m, v, g, beta1, beta2)
@@ -242,74 +266,77 @@ class LowBitAdam(PackingOptimizer):
         # always be lost.
         row = adam.with_decoupled_decay(p.reshape(1, -1), group["lr"], group["weight_decay"])
         adam.step_fast(row, m, v, group["lr"], bias_correction1, root_correction2, group["eps"])
+        p.copy_(places.weights(row, [p.numel()], noise).view(p.shape))
+        kept = v_kept.sqrt() if second == "root" else v_kept
+        # A new dictionary, because a state_dict holds the old one.
         self.state[p] = {
-            **self.state[p],
             "step": t,
-            **self.packed(p, "m", m_kept),
-            **self.packed(p, second, v_kept.sqrt() if second == "root" else v_kept),
+            **pack("m", m_kept.view(p.shape), places.get("m")),
+            **pack(second, kept.view(p.shape), places.get(second)),
         }
-        p.copy_(row.view(p.shape))
+
+    def _packed(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is stored of a parameter, with its weights if they have a format; empty if it has
+        not begun to learn."""
+        state = {**self.state.get(p, {})}
+        form = self.places_of_parameter[p].get("weights")
+        if state and form and "weights" not in state:
+            state |= pack("weights", self._rounded(p), form)
+        return state
+
+    def pack(self) -> None:
+        """Keeps weights only in few bits, if they have a format, and frees the gradients.
+
+        Until `unpack`, these parameters are empty.
+        """
+        for p in self.parameters:
+            state = self._packed(p)
+            if "weights" in state:
+                self.state[p] = state
+                p.data = p.data.new_empty(0)
+                p.grad = None
+
+    def unpack(self) -> None:
+        """Puts packed weights back into their parameters."""
+        for p, state in self.state.items():
+            if "weights" in state:
+                p.data = unpack(state, "weights")
+                self.state[p] = {
+                    name: x for name, x in state.items() if not name.startswith("weights")
+                }
 
     def state_dict(self) -> dict:
-        """The state as in torch. Later steps do not change it."""
-        self.sync()
-        return super().state_dict()
+        """The state as in torch, with packed weights. Later steps do not change it."""
+        packed = {i: self._packed(p) for i, p in enumerate(self.parameters)}
+        state = {i: of_parameter for i, of_parameter in packed.items() if of_parameter}
+        return {**super().state_dict(), "state": state}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads a state, as in torch.
+        """Loads a state, and the weights in it, as in torch.
 
         Raises ValueError, and changes nothing, for a state of other formats or of other parameters.
         """
-        saved_states = self._saved_states(state_dict)
-        if saved_states is None:
+        self.unpack()
+        groups = state_dict["param_groups"]
+        formats = [group.get("formats") for group in groups]
+        states = [state_dict["state"].get(i, {}) for group in groups for i in group["params"]]
+        fits = len(states) == len(self.parameters)
+        fits &= formats == [group["formats"] for group in self.param_groups]
+        for p, state in zip(self.parameters, states, strict=False):
+            fits &= all(x.shape in ((), p.shape) for x in state.values())
+        if not fits:
             raise ValueError(
                 f"the state does not fit these parameters with formats {str(self.places)!r}: "
                 "resume with its own formats"
             )
-        self.fill()
         # Without the state, because torch would make codes float32.
         super().load_state_dict({**state_dict, "state": {}})
-        self.state = ParameterStates()
-        self.versions.clear()
-        for p, saved in zip(self.parameters, saved_states, strict=True):
-            if saved:
+        for p, state in zip(self.parameters, states, strict=True):
+            if state:
                 self.state[p] = {
-                    name: x.to("cpu" if name == "step" else p.device, copy=True)
-                    for name, x in saved.items()
+                    name: x.to("cpu" if name == "step" else p.device) for name, x in state.items()
                 }
-            if "weights" in saved:
-                self._fill_one(p)
-        self.release()
-
-    def _saved_states(self, state_dict: dict) -> list[dict] | None:
-        """The state of each parameter in a saved state, or None if it does not fit."""
-        states = []
-        # A damaged state has other types, or misses something.
-        with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
-            groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
-            for group, saved_group in groups:
-                if saved_group["formats"] != group["formats"]:
-                    return None
-                for p, i in zip(group["params"], saved_group["params"], strict=True):
-                    states.append(state_dict["state"].get(i, {}))
-                    if not self._fits(p, states[-1]):
-                        return None
-            return states
-        return None
-
-    def _fits(self, p: torch.Tensor, saved: dict) -> bool:
-        """Whether a saved state is one that this parameter can have."""
-        zeros = torch.zeros(p.shape)
-        expected = {}
-        if saved and "weights" in self.places_of_parameter[p]:
-            expected |= self.packed(p, "weights", zeros)
-        if "step" in saved:
-            expected |= {"step": torch.zeros(()), **self.packed(p, "m", zeros)}
-            expected |= self.packed(p, self.second(p), zeros)
-        kinds, expected_kinds = (
-            {name: (x.shape, x.dtype) for name, x in state.items()} for state in (saved, expected)
-        )
-        return kinds == expected_kinds
+        self.unpack()
 
     def __reduce_ex__(self, protocol):
         raise TypeError(
@@ -319,21 +346,23 @@ class LowBitAdam(PackingOptimizer):
     def describe(self) -> str:
         """The bytes of everything that is stored, with its scales, in a line for each place.
 
-        The last line has the bytes per parameter. Parameters that have not taken a step are not
-        counted.
+        Weights are counted as `pack` keeps them. The last line has the bytes per parameter.
+        Parameters that have not taken a step are not counted.
         """
-        self.sync()
-        begun = [p for p in self.parameters if self.state_of(p)]
         sizes = dict.fromkeys(STATE, 0)
-        for p in begun:
-            for name, x in {"weights": p, **self.state_of(p)}.items():
-                if name != "step":
-                    sizes[name.removesuffix("_scale")] += x.nbytes
+        numbers = 0
+        for p in self.parameters:
+            state = self._packed(p)
+            if state:
+                numbers += state["m"].numel()
+                for name, x in {"weights": p, **state}.items():
+                    if name != "step":
+                        sizes[name.removesuffix("_scale")] += x.nbytes
         lines = [f"{place}: {size:,} bytes" for place, size in sizes.items() if size]
-        left = [p.numel() for p in self.parameters if not self.state_of(p)]
+        left = [p.numel() for p in self.parameters if p not in self.state]
         if left:
             lines.append(f"left alone: {len(left)} tensors, {sum(left):,} numbers, no step yet")
-        each = sum(sizes.values()) / max(1, sum(p.numel() for p in begun))
+        each = sum(sizes.values()) / max(1, numbers)
         return "\n".join([*lines, f"stored: {each:.2f} bytes a parameter"])
 
 

@@ -25,8 +25,7 @@ PLACES = (
 OPERANDS = ("forward", "backward")  # places in the matmuls of a training step
 STATE = ("weights", "m", "v", "root")  # places that an optimizer keeps between updates
 SUMS = ("grad",)  # sums of gradients over micro-batches, which only the doctor has as a place
-WORDS = ("unscaled", "block", "mx", "stochastic", "nearest", "stored", "independent")
-OF_BLOCKS = {"block", "mx"}  # words that give each block of numbers a scale
+WORDS = ("unscaled", "stochastic", "nearest", "stored", "independent")
 OF_MOMENTS = {"stored", "independent"}  # words that only m, v and root can have
 SAMPLE = 512  # default of how many numbers a doctor follows
 TOLERATES = 0.5, 4.0  # default factors of the learning rate between which training learns as well
@@ -41,7 +40,7 @@ class Entry(NamedTuple):
 
 
 def split_entry(text: str) -> tuple[str, str]:
-    """The name of the place, and the format with its words, of a text such as "v=e5m2:block"."""
+    """The name of the place, and the format with its words, of a text such as "v=e5m2:unscaled"."""
     place, _, form = text.partition("=")
     return place, form
 
@@ -85,14 +84,6 @@ def read_entry(place: str, form: str, names: tuple[str, ...] = PLACES) -> Entry:
         bits = bits_of(format_name)
     except ValueError as error:
         raise ValueError(f"formats has {text!r}: {error}") from error
-    if "mx" in words:
-        for other in ("block", "unscaled"):
-            if other in words:
-                raise ValueError(f"formats has {text!r}: leave out mx or {other}")
-        if bits[0] == 8:
-            raise ValueError(
-                f"formats has {text!r}: leave out mx, with 8 bits of exponent there is no scale"
-            )
     return Entry(place, bits, tuple(words))
 
 

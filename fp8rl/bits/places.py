@@ -18,10 +18,6 @@ reads it. Places that it does not name stay float32, and so do sums. An update t
 float32 from what is stored, and rounds the result. A format may be followed by any of these words:
 
     unscaled     There is no scale. Otherwise each tensor has one, a power of two.
-    block        There is a scale for each 32 numbers instead.
-    mx           There is a scale for each 32 numbers, by the rule of the OCP Microscaling (MX)
-                 specification 1.0. It is at most the scale of `block`, and clips numbers beyond the
-                 largest one: e4m3:mx is MXFP8, e2m1:mx is MXFP4.
     stochastic   Numbers are rounded up or down at random, so that the mean is right.
     nearest      Numbers are rounded to the nearest. This is what happens without either word, too,
                  but for v and root in `LowBitAdam` (below).
@@ -37,31 +33,19 @@ v stays at its peak for ever, and steps are a thousand times too short. So `LowB
 `config.EIGHT_BIT` round it stochastically, which needs 4 bytes of noise a number in an update.
 
 A float32 scale, as most low-bit optimizers have, would need no noise. With it v falls, too, if a
-whole tensor or block falls at once. But if half of the tensor falls, v of that half is 140 times
+whole tensor falls at once. But if half of the tensor falls, v of that half is 140 times
 too large after 5,000 updates with a root in e4m3; stochastically it is 1.2 times too large. Without
 a fall, with gradients from a normal distribution, the mean of v is then 0.65 of float32's to the
 nearest, 1.05 with a float32 scale, and 0.99 stochastically.
-
-With `mx`, v and its root do not rise either. An update adds at most a few hundredths to the largest
-number of a block, which is clipped again as long as it stays in the same power of two.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from .formats import (
-    Format,
-    blocks,
-    microscaling_scale,
-    power_of_two_scale,
-    rounded,
-    scaled,
-    unblocked,
-)
-from .notation import NAMES, OF_BLOCKS, PLACES, STATE, Entry, read_entries, read_entry
+from .formats import Format, rounded, scaled
+from .notation import NAMES, PLACES, STATE, Entry, read_entries, read_entry
 
-BLOCK = 32
 # Factor on the limit of Adam's step in `Places.moments`. A first step is exactly as long as the
 # learning rate, so without some slack the order of roundings would decide.
 SLACK = 1.01
@@ -110,27 +94,6 @@ class PlaceFormat(NamedTuple):
     def stochastic(self) -> bool:
         return "stochastic" in self.words
 
-    @property
-    def block(self) -> bool:
-        """Whether there is a scale for each block of numbers, by either rule."""
-        return self.scaled and bool(OF_BLOCKS & {*self.words})
-
-    @property
-    def mx(self) -> bool:
-        """Whether scales follow the rule of the MX specification, which clips."""
-        return "mx" in self.words
-
-    @property
-    def clips(self) -> bool:
-        """Whether numbers beyond the largest one are clipped to it."""
-        return self.mx or not self.scaled
-
-    def scale_of(self, largest: torch.Tensor) -> torch.Tensor:
-        """The scales of tensors or blocks, by their largest magnitudes, float32."""
-        if self.mx:
-            return microscaling_scale(largest, self.format)
-        return power_of_two_scale(largest, self.format.largest)
-
     def __call__(self, x: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         """Rounds tensors, each flattened to a row of float32 [S, P].
 
@@ -138,23 +101,7 @@ class PlaceFormat(NamedTuple):
         """
         if not self.scaled:
             return rounded(x, self.format, noise)
-        return scaled(x, self.format, BLOCK if self.block else None, noise, self.mx)
-
-    def limits(self, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """The number to which each number of rows [S, P] is clipped if it is larger.
-
-        It has the shape of `x`, or [1] if it is the same for all. A row holds tensors of given
-        sizes, one after the other. Only for a format that clips.
-        """
-        largest = self.format.largest
-        if not self.mx:
-            return x.new_full((1,), largest)
-        limits = []
-        for part in x.split(sizes, dim=1):
-            rows = blocks(part, BLOCK)  # [S, B, BLOCK]
-            scale = self.scale_of(rows.abs().amax(-1, keepdim=True))
-            limits.append(unblocked((scale * largest).expand_as(rows), part))
-        return torch.cat(limits, dim=1)
+        return scaled(x, self.format, noise)
 
     def each(
         self, x: torch.Tensor, sizes: list[int], noise: torch.Tensor | None = None
@@ -213,8 +160,8 @@ class Places(dict[str, PlaceFormat]):
             |m| > limit root   the root is not rounded down
             |m| as kept        is rounded towards 0 where it would be more than limit times the root
                                as kept, and more than |m|
-            v kept at the      (it has no scale, or that of `mx`) v may have been larger, so the
-            largest number     step is at most as long as the learning rate
+            v kept at the      (it has no scale) v may have been larger, so the step is at most as
+            largest number     long as the learning rate
 
         A moment whose format is `independent` is rounded by itself.
         """
@@ -240,8 +187,8 @@ class Places(dict[str, PlaceFormat]):
             else:
                 root_kept = x_kept.sqrt()
                 second_kept = x_kept
-            if v_format.clips and not v_format.independent:
-                saturates = x_kept >= v_format.limits(x, sizes)
+            if not (v_format.scaled or v_format.independent):
+                saturates = x_kept >= v_format.format.largest
                 at_limit = torch.maximum(second, (m / limit).square())
                 second_step = torch.where(saturates, at_limit, second)
         first_kept = first

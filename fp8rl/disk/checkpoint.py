@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ..bits.packed_tensors import unpack
+from ..bits.low_bit_adam import unpack
 from ..config import Config
 from ..distribution import Categorical, Gaussian
 from ..machine import processes
@@ -126,5 +126,5 @@ def _unpacked(optimizer: dict) -> dict[str, torch.Tensor]:
     """The weights that an optimizer keeps in few bits, by name, in float32."""
     (group,) = optimizer["param_groups"]
     states = [optimizer["state"][i] for i in group["params"]]
-    weights = [unpack(state["weights"], state.get("weights_scale")) for state in states]
+    weights = [unpack(state, "weights") for state in states]
     return dict(zip(group["param_names"], weights, strict=True))

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..bits.catalogue import is_real, read_real_optimizer
-from ..bits.notation import OF_BLOCKS, read_entries
+from ..bits.notation import read_entries
 
 # The file of each name. It is imported when the name is used, because the command must not import
 # torch before the script does.
@@ -73,7 +73,7 @@ def check_formats(formats: Iterable[str], places: tuple[str, ...]) -> tuple[str,
     """The formats that a doctor judges, such as "weights=bf16" or a real optimizer's "model=bf16".
 
     `places` are those that may have a format. Raises ValueError for a place, format or real
-    optimizer that does not exist, for one that is given twice, and for a format in blocks.
+    optimizer that does not exist, and for one that is given twice.
     """
     formats = tuple(formats)
     is_single = [len(text.split()) == 1 for text in formats]
@@ -85,16 +85,8 @@ def check_formats(formats: Iterable[str], places: tuple[str, ...]) -> tuple[str,
     for text in formats:
         if is_real(text):
             read_real_optimizer(text)
-            continue
-        (entry,) = read_entries(text, places)
-        exponent, _ = entry.bits
-        # Formats with 8 bits of exponent have no scale, and so no blocks
-        of_blocks = OF_BLOCKS & {*entry.words}
-        if of_blocks and "unscaled" not in entry.words and exponent < 8:
-            (word,) = of_blocks
-            raise ValueError(
-                f"formats has {text}: leave {word} out, the doctor follows a sample of each tensor"
-            )
+        else:
+            read_entries(text, places)
     return formats
 
 

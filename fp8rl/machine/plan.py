@@ -85,7 +85,6 @@ def check(config: Config, machine: Machine, places: Places, processes: int) -> N
     learn_device = machine.on("learn")
     one_device = learn_device == machine.on("collect") == machine.on("evaluate")
     only_in_populations = [place for place in places if place not in STATE]
-    weights = places.get("weights")
     # Names of fields, whether their values can be had, and what to use where they cannot.
     rows = (
         ("memmap", machine.memmap != "", "choose a folder"),
@@ -111,13 +110,8 @@ def check(config: Config, machine: Machine, places: Places, processes: int) -> N
         ),
         (
             "collect_precision",
-            not weights or config.acting_precision == config.precision,
+            "weights" not in places or config.acting_precision == config.precision,
             "leave it out, it needs a float32 copy of the weights",
-        ),
-        (
-            "formats",
-            not weights or not weights.block,
-            "leave block or mx out, a run keeps one scale for each tensor of weights",
         ),
         (
             "formats",

@@ -9,6 +9,7 @@ A precision rounds the operands and results of matmuls, which are computed in fl
 precisions fit into one batch. But this saves no memory and uses no tensor cores.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -40,13 +41,12 @@ def runs_of_equal(values: list, most: int | None = None) -> list[tuple[slice, An
     A slice has at most `most` indices.
     """
     runs = []
-    for i, value in enumerate(values):
-        if runs:
-            indices, last = runs[-1]
-            if last == value and (most is None or i - indices.start < most):
-                runs[-1] = slice(indices.start, i + 1), value
-                continue
-        runs.append((slice(i, i + 1), value))
+    start = 0
+    for value, equal in itertools.groupby(values):
+        end = start + len(list(equal))
+        size = most or len(values)
+        runs += [(slice(i, min(i + size, end)), value) for i in range(start, end, size)]
+        start = end
     return runs
 
 

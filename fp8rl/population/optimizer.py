@@ -51,10 +51,7 @@ class Adam(TensorState):
 
     def set_rate(self, rate) -> None:
         """Sets the learning rates, in place, because other code may hold this tensor."""
-        if isinstance(rate, torch.Tensor):
-            self.rate.copy_(rate)
-        else:
-            self.rate.fill_(rate)
+        self.rate[:] = rate
 
     @torch.no_grad()
     def step(self, grad: torch.Tensor, factor: torch.Tensor, takes: torch.Tensor) -> None:
@@ -68,12 +65,9 @@ class Adam(TensorState):
         bias_correction1, root_correction2 = adam.bias_corrections(steps, BETA1, BETA2)
         limit = adam.full_step_quotient(bias_correction1, root_correction2)
         lr = self.rate * taken
-        all_step = takes.device.type == rng.HOST and takes.all()
         for agents, places in self.parts:
-            g = grad[agents] * factor[agents]
-            if not all_step:
-                # Masked, because a gradient that is not finite would be NaN after times 0.
-                g = g.masked_fill_(~takes[agents], 0)
+            # Masked, because a gradient that is not finite would be NaN after times 0.
+            g = (grad[agents] * factor[agents]).masked_fill_(~takes[agents], 0)
             m = self.first[agents]
             v = self.second[agents]
             adam.update_moments_fast(m, v, g, BETA1, BETA2, taken[agents])
@@ -128,10 +122,10 @@ class Scales(TensorState):
         self, results: list[torch.Tensor], gradients: list[torch.Tensor], optimizer: Adam
     ) -> None:
         """Like Precision.backward, for losses [S], or results [T, S, ...]."""
-        scaled = []
-        for gradient in gradients:
-            after_agents = [1] * max(0, gradient.dim() - 2)
-            scaled.append(gradient * self.scale.view(-1, *after_agents))
+        # The agents are the first dimension of a loss, and the second of a result.
+        scaled = [
+            gradient * self.scale.view(-1, *[1] * (gradient.dim() - 2)) for gradient in gradients
+        ]
         optimizer.theta.grad = None
         with self.autocast():
             torch.autograd.backward(results, scaled)

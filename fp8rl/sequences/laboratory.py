@@ -19,7 +19,7 @@ import torch
 
 from ..precision import float32_matmuls
 from ..rng import uniform
-from .corrections import CORRECTIONS, gradient_factor
+from .corrections import gradient_factor
 from .policies import FLOAT32, NETWORKS, Policies
 from .rounding import Rounding
 from .task import PermutationTask
@@ -67,43 +67,10 @@ class Horizon(NamedTuple):
     `sample_size`  p, the effective sample size of a token's ratio, as a share
     `tokens`       H = ln 0.9 / ln p: after so many tokens, the effective sample size of whole
                    sequences is 0.9
-    `divergence`   KL divergence of a token, in nats
     """
 
     sample_size: torch.Tensor
     tokens: torch.Tensor
-    divergence: torch.Tensor
-
-
-def check(setting: Setting, seeds: list[int]) -> None:
-    """Raises ValueError, with the name of the field and the fix, for a setting that cannot be
-    trained."""
-    sizes = ("length", "updates", "updates_per_rollout", "minibatches", "units", "prompts")
-    rules = [(name, getattr(setting, name) >= 1, "use at least 1") for name in sizes]
-    rules += [
-        ("network", setting.network in NETWORKS, f"choose from {', '.join(NETWORKS)}"),
-        (
-            "right_tokens",
-            1 <= setting.right_tokens < setting.vocabulary,
-            f"use 1 to {setting.vocabulary - 1}, less than the vocabulary",
-        ),
-        (
-            "batch",
-            setting.batch >= 2 * setting.prompts and setting.batch % max(1, setting.prompts) == 0,
-            f"use a multiple of prompts, {setting.prompts}, of at least two sequences each",
-        ),
-        (
-            "minibatches",
-            setting.batch % max(1, setting.minibatches) == 0,
-            f"use a divisor of batch, {setting.batch}",
-        ),
-        ("start", 0 < setting.start < 1, "use a share between 0 and 1"),
-    ]
-    for name, is_good, remedy in rules:
-        if not is_good:
-            raise ValueError(f"{name} is {getattr(setting, name)!r}: {remedy}")
-    if not seeds:
-        raise ValueError("seeds is empty: give at least one")
 
 
 @float32_matmuls()
@@ -112,9 +79,8 @@ def pretrained(setting: Setting, seeds: list[int]) -> tuple[Policies, Permutatio
 
     A policy stops at the update at which the mean probability of right tokens, along sequences that
     it writes itself, reaches the T-th root of `start`. It stops after MOST_PRETRAINING updates at
-    the latest. Raises ValueError for a setting that cannot be trained.
+    the latest.
     """
-    check(setting, seeds)
     task = PermutationTask(seeds, setting.prompts, setting.vocabulary, setting.right_tokens)
     policies = NETWORKS[setting.network].new(
         seeds, setting.vocabulary, setting.prompts, setting.units
@@ -127,22 +93,20 @@ def pretrained(setting: Setting, seeds: list[int]) -> tuple[Policies, Permutatio
     prompt = torch.arange(setting.batch) % setting.prompts
     needed = setting.start ** (1 / setting.length)
     finished: list[dict | None] = [None] * len(seeds)
-    for update in range(MOST_PRETRAINING):
+    for update in range(MOST_PRETRAINING + 1):
         uniforms = random_numbers(seeds, "starts", update, length, setting.batch)
         tokens, _ = policies.write(prompt, uniforms)
         right_logp = right_log_probs(policies, task, tokens, prompt)
         success = right_logp.detach().exp().mean((0, 2))
         for i, probability in enumerate(success.tolist()):
-            if finished[i] is None and probability >= needed:
+            ends = probability >= needed or update == MOST_PRETRAINING
+            if finished[i] is None and ends:
                 finished[i] = {k: p.detach()[i].clone() for k, p in policies.parameters.items()}
         if all(finished):
             break
         optimizer.zero_grad()
         (-right_logp.mean((0, 2)).sum()).backward()
         optimizer.step()
-    for i, policy in enumerate(finished):
-        if policy is None:
-            finished[i] = {k: p.detach()[i] for k, p in policies.parameters.items()}
     stacked = {k: torch.stack([policy[k] for policy in finished]) for k in policies.parameters}
     return type(policies)(stacked), task
 
@@ -173,7 +137,7 @@ def horizon(log_ratio: torch.Tensor) -> Horizon:
     d = log_ratio.double()
     excess = (d.exp() + (-d).exp() - 2).mean((0, 2))  # E_pi[pi / mu] - 1
     tokens = -TENTH_LOST / torch.log1p(excess).clamp(min=1e-15)
-    return Horizon(1 / (1 + excess), tokens, d.mean((0, 2)))
+    return Horizon(1 / (1 + excess), tokens)
 
 
 class Laboratory:
@@ -184,33 +148,24 @@ class Laboratory:
     """
 
     def __init__(self, setting: Setting, arms: list[Arm], seeds: list[int], start=None):
-        check(setting, seeds)
         self.setting = setting
         self.seeds = seeds
         self.arms = arms
-        for arm in arms:
-            if arm.correction not in CORRECTIONS:
-                raise ValueError(
-                    f"correction is {arm.correction!r}: choose from {', '.join(CORRECTIONS)}"
-                )
-            if not 0 < arm.top_p <= 1:
-                raise ValueError(f"top_p is {arm.top_p}: use a share above 0, and 1 for all tokens")
         policies, task = start or pretrained(setting, seeds)
         self.policies = policies.repeated(len(arms))
         self.task = task.repeated(len(arms))
         self.prompt = torch.arange(setting.batch) % setting.prompts
-        actor_formats = []
-        learner_formats = []
-        for arm in self.arms:
-            actor_formats += [arm.format] * len(seeds)
-            learner_format = arm.format if arm.correction == "one_precision" else "fp32"
-            learner_formats += [learner_format] * len(seeds)
-        self.actor_rounding = Rounding(actor_formats)
-        self.learner_rounding = Rounding(learner_formats)
+        self.actor_rounding = Rounding([arm.format for arm in arms for _ in seeds])
+        self.learner_rounding = Rounding(
+            [
+                arm.format if arm.correction == "one_precision" else "fp32"
+                for arm in arms
+                for _ in seeds
+            ]
+        )
         self.actor_top_p = None  # of each policy, [S], if any arm samples by top-p
-        if any(arm.top_p < 1 for arm in self.arms):
-            top_p = torch.tensor([arm.top_p for arm in self.arms])
-            self.actor_top_p = top_p.repeat_interleave(len(seeds))
+        if any(arm.top_p < 1 for arm in arms):
+            self.actor_top_p = torch.tensor([arm.top_p for arm in arms for _ in seeds])
         parameters = list(self.policies.parameters.values())
         self.optimizer = torch.optim.Adam(parameters, setting.learning_rate)
         self.iteration = 0
@@ -245,7 +200,10 @@ class Laboratory:
         self.actor_rewards.append(self.by_prompt(reward))
         advantage = self.advantage(reward)
         first_logp = None
-        minibatches = self.minibatches()
+        batch = self.setting.batch
+        size = batch // self.setting.minibatches
+        # Which sequences of the rollout each update learns from
+        minibatches = [slice(i, i + size) for i in range(0, batch, size)]
         if len(minibatches) > 1:
             with torch.no_grad():
                 first_logp = self.policies.log_probs(tokens, self.prompt, self.learner_rounding)
@@ -264,11 +222,6 @@ class Laboratory:
             self.optimizer.step()
         self.rollout_log_ratio = first_logp - actor_logp
         self.iteration += 1
-
-    def minibatches(self) -> list[slice]:
-        """Which sequences of a rollout each update learns from."""
-        size = self.setting.batch // self.setting.minibatches
-        return [slice(i, i + size) for i in range(0, self.setting.batch, size)]
 
     def gradient_factors(self, logp, first_logp, actor_logp, advantage) -> torch.Tensor:
         """The factor of each token's gradient, [T, S, B], by the correction of each arm."""

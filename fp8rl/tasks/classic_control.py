@@ -33,7 +33,6 @@ class CartPole(TensorEnv):
     num_actions = 2
     max_steps = 500
     state_size = 4
-    computes_with_actions = True
     limit = 2.4
     angle = math.radians(12)
     bounds = (

@@ -137,7 +137,6 @@ class GymEnv(TensorState):
     # There is no state, because Gymnasium cannot save an environment. A resumed run starts new
     # episodes.
     NAMES = ()
-    computes_with_actions = False
 
     def __init__(
         self,
