@@ -14,14 +14,13 @@ variants change:
 """
 
 import copy
-import dataclasses
 import functools
 
 import torch
 
 from . import rng
 from .bits.low_bit_adam import LowBitAdam
-from .bits.places import Places
+from .bits.places import Places, places_of
 from .config import Config
 from .disk.mapped_ring import MappedRing
 from .disk.restore import restore
@@ -29,19 +28,20 @@ from .evaluate import Evaluator
 from .losses import LossCoefficients, no_all_reduce
 from .machine import processes
 from .machine.adam import ADAM_EPS, adam
-from .machine.by_hand import gradients_on
+from .machine.by_hand import NETWORKS_BY_HAND, gradients_on
 from .machine.gpu.cuda_graphs import GraphQueue, has_graphs
 from .machine.gpu.install import as_population, put_kernels_into
 from .machine.machine import HERE, Machine
 from .machine.plan import plan_run
 from .model import ActorCritic, make_network, parameters_in_order
+from .normalization import NETWORKS
 from .population.batches import require_one_population
 from .population.population import Agents, Population
 from .precision import Precision
 from .replay.ring import ReplayBuffer
 from .returns import RewardScale
 from .rollout import Collector
-from .tasks.environments import env_maker, tensor_task
+from .tasks.environments import env_maker, normalizes_observations, tensor_task
 from .train import Learner, Run
 
 # First seed of Gymnasium's environments in evaluations, so that their starts differ from those of
@@ -49,21 +49,18 @@ from .train import Learner, Run
 FIRST_EVALUATION_SEED = 2**31
 
 
-def build(
-    config: Config, machine: Machine = HERE, state: dict | None = None, kind: type[Run] = Run
-) -> Run:
+def build(config: Config, machine: Machine = HERE, state: dict | None = None) -> Run:
     """Builds a run of a config on a machine.
 
-    The run is new or, with a `state` from `checkpoint.resume`, resumed. `kind` is Run, or a
-    subclass with another schedule of updates. Raises ValueError if the machine cannot do what the
-    config asks for, or if the state does not fit the config. Raises MemoryError if the run does not
-    fit into memory, and the errors of MappedRing and GymEnv.
+    The run is new or, with a `state` from `checkpoint.resume`, resumed. Raises ValueError if the
+    machine cannot do what the config asks for, or if the state does not fit the config. Raises
+    MemoryError if the run does not fit into memory, and the errors of MappedRing and GymEnv.
     """
-    if kind is not Run:
-        # The updates of another schedule may read numbers on the host, which no graph can.
-        machine = dataclasses.replace(machine, graph=False)
     rank, size = processes.rank_and_size()
-    plan = plan_run(config, machine, size)
+    ring_plan = plan_run(config, machine, size)
+    task = tensor_task(config, machine.vectorization)
+    normalizes = normalizes_observations(config)
+    places = places_of(config.formats)
     learning = Precision(config.precision, machine.on("learn"))
     acting = Precision(config.acting_precision, machine.on("collect"), "collect_precision")
     evaluating = Precision(config.precision, machine.on("evaluate"))
@@ -74,23 +71,38 @@ def build(
     # A resumed run starts other episodes of Gymnasium.
     iterations = len(state["history"].get("iteration", ())) if state else 0
     first_seed = rng.seed_of(rng.seed_of(config.seed, "starts", iterations), "starts", rank)
-    make_env = env_maker(config, plan.task, first_seed, machine.vectorization)
+    make_env = env_maker(config, task, first_seed, machine.vectorization)
     # Never "async", which would start a process for each episode.
-    make_evaluation_env = env_maker(config, plan.task, FIRST_EVALUATION_SEED)
-    env = make_env(plan.num_envs, config.start_noise, acting.device, seed)
+    make_evaluation_env = env_maker(config, task, FIRST_EVALUATION_SEED)
+    env = make_env(ring_plan.num_envs, config.start_noise, acting.device, seed)
     settled = config.settled(env)
-    model = make_network(config, env, plan.network)
+    networks = NETWORKS | NETWORKS_BY_HAND if machine.fast_forward else NETWORKS
+    model = make_network(config, env, networks[config.encoder, normalizes])
     actor = model
-    if plan.actor_is_copy:
+    if (acting.name, acting.device) != (learning.name, learning.device):
         # Copied before `prepare` converts the learner's network.
         actor = acting.prepare(copy.deepcopy(model))
     model = learning.prepare(model)
 
+    # On a GPU, one kernel may compute all steps of a rollout, and one graph all of an iteration.
+    # Neither calls Gymnasium, nor a network whose statistics or weights change on the way.
+    is_plain = task is not None and not normalizes and not places
+    has_acting_kernel = (
+        is_plain and machine.fast_forward and config.encoder == "mlp" and not acting.rules.tf32
+    )
+    uses_graph = (
+        is_plain
+        and machine.graph
+        and size == 1
+        and learning.device == acting.device == machine.on("store")
+        and has_graphs(learning.device)
+    )
+
     # The optimizer.
-    if plan.places:
-        optimizer = low_bit_optimizer(plan.places, settled.learning_rate, model, seed)
+    if places:
+        optimizer = low_bit_optimizer(places, settled.learning_rate, model, seed)
     else:
-        optimizer = adam(model, settled.learning_rate, capturable=plan.uses_graph)
+        optimizer = adam(model, settled.learning_rate, capturable=uses_graph)
 
     # The parts of the run.
     learner = Learner(
@@ -105,26 +117,23 @@ def build(
     collector = Collector(env, actor, acting, config.rollout_length, seed)
     # The first observations. In a resumed run, its state replaces these statistics.
     model.add_observations(env.obs, all_reduce)
-    if rank == 0:
-        evaluated = None
-        if plan.evaluated_is_copy:
-            evaluated = copy.deepcopy(model).to(evaluating.device)
-        evaluator = Evaluator(config.eval_episodes, evaluating, make_evaluation_env, evaluated)
-    else:
-        evaluator = processes.NoEvaluator()
-    ring_settings = (plan.ring_rows, plan.num_envs, env.bounds, plan.codec)
-    ring_options = (plan.action_size, plan.clips_by_learner)
+    evaluated = None
+    if evaluating.device != learning.device:
+        evaluated = copy.deepcopy(model).to(evaluating.device)
+    evaluator = Evaluator(config.eval_episodes, evaluating, make_evaluation_env, evaluated)
+    ring_settings = (ring_plan.rows, ring_plan.num_envs, env.bounds, ring_plan.codec)
+    ring_options = (ring_plan.action_size, ring_plan.proximal)
     if machine.memmap is None:
         ring = ReplayBuffer(*ring_settings, machine.on("store"), *ring_options)
     else:
         ring = MappedRing(machine.memmap, *ring_settings, *ring_options)
 
-    run = kind(config, collector, learner, evaluator, ring, plan.slices)
+    run = Run(config, collector, learner, evaluator, ring, config.slices_per_batch // size)
     one_kernel = functools.partial(as_population, precision=acting.name)
-    put_kernels_into(run, one_kernel if plan.acts_by_kernel else None)
+    put_kernels_into(run, one_kernel if has_acting_kernel else None)
     if state:
-        restore(run, processes.part_of(state), new_episodes=plan.task is None)
-    if plan.uses_graph:
+        restore(run, processes.state_of_rank(state), new_episodes=task is None)
+    if uses_graph:
         run.launch = GraphQueue(learning.device)
     return run
 

@@ -16,9 +16,6 @@ from typing import get_args
 import numpy as np
 
 ENCODERS = ("mlp", "gru")
-CLIPS_BY = ("actor", "learner")
-# Fields that older config files lack, with the value that such a run used.
-EARLIER = {"clip_by": "actor"}
 SIZES = "steps num_envs rollout_length capacity slice_length batch_size"
 COUNTS = "replay_updates eval_every halved_after"
 # Names of fields, a test of their values, and what to use where it fails.
@@ -36,7 +33,6 @@ RANGES = (
     ("learning_rate max_grad_norm clip", lambda x: 0 < x < math.inf, "use a positive number"),
     ("gamma lam start_noise", lambda x: 0 <= x <= 1, "use a number from 0 to 1"),
     ("encoder", lambda x: x in ENCODERS, f"choose from {', '.join(ENCODERS)}"),
-    ("clip_by", lambda x: x in CLIPS_BY, f"choose from {', '.join(CLIPS_BY)}"),
     ("fresh_updates", lambda x: x in (0, 1), "use 0 or 1"),
 )
 
@@ -120,12 +116,9 @@ class Config:
     normalize_advantage: bool = True
     # PPO's epsilon. A step no longer counts once its probability ratio is above 1 + clip (if its
     # advantage is positive) or below 1 - clip (if its advantage is negative). None: no clip, all
-    # steps count.
+    # steps count. The ratio divides by the learner's policy when the action was taken, also where
+    # another precision or format acted; losses.py explains why.
     clip: float | None = 0.2
-    # The policy in the denominator of the clip's ratio: the learner's policy when the action was
-    # taken (learner), or the policy that acted (actor). It matters only where the acting policy has
-    # another precision or format than the learner's; losses.py explains why.
-    clip_by: str = "learner"
     # Divide rewards by the root mean square of their discounted sums, so that the critic's targets
     # are of order 1.
     scale_rewards: bool = True
@@ -160,34 +153,44 @@ class Config:
 
     def _check_combinations(self) -> None:
         """Checks fields whose allowed values depend on other fields."""
-        self._require("replay_updates", self.updates > 0, "use at least 1 without fresh_updates")
-        divides = self.batch_size % self.slice_length == 0
-        self._require("batch_size", divides, f"use a multiple of slice_length, {self.slice_length}")
-        # The first updates have only one rollout to replay.
-        short_enough = self.slice_length <= self.rollout_length or self.replay_updates == 0
-        self._require(
-            "slice_length", short_enough, f"use at most rollout_length, {self.rollout_length}"
-        )
+        envs = self.num_envs
         rows = self.rollout_length + 1  # one more for the ring's open row (replay/ring.py)
-        self._require(
-            "capacity",
-            self.capacity // self.num_envs >= rows,
-            f"use at least {rows * self.num_envs}, {rows} rows of {self.num_envs} environments",
-        )
-        self._require(
-            "steps",
-            self.iterations >= 1,
-            f"use at least one iteration, {self.steps_per_iteration} steps",
-        )
-        self._require(
-            "layers",
-            self.encoder != "gru" or self.layers > 1,
-            "use at least 2 with encoder gru, the last one is the GRU",
-        )
-        if self.env_id is not None:
-            for name in ("extra_features", "hide_velocity", "start_noise"):
-                is_default = getattr(self, name) == getattr(Config, name)
-                self._require(name, is_default, f"leave it out, {self.env_id} does not have it")
+        # Names of fields, whether their values are good, and what to use where they are not.
+        combinations = [
+            ("replay_updates", self.updates > 0, "use at least 1 without fresh_updates"),
+            (
+                "batch_size",
+                self.batch_size % self.slice_length == 0,
+                f"use a multiple of slice_length, {self.slice_length}",
+            ),
+            (
+                # The first updates have only one rollout to replay.
+                "slice_length",
+                self.slice_length <= self.rollout_length or self.replay_updates == 0,
+                f"use at most rollout_length, {self.rollout_length}",
+            ),
+            (
+                "capacity",
+                self.capacity // envs >= rows,
+                f"use at least {rows * envs}, {rows} rows of {envs} environments",
+            ),
+            (
+                "steps",
+                self.iterations >= 1,
+                f"use at least one iteration, {self.steps_per_iteration} steps",
+            ),
+            (
+                "layers",
+                self.encoder != "gru" or self.layers > 1,
+                "use at least 2 with encoder gru, the last one is the GRU",
+            ),
+        ]
+        for name in ("extra_features", "hide_velocity", "start_noise"):
+            is_good = self.env_id is None or getattr(self, name) == getattr(Config, name)
+            remedy = f"leave it out, {self.env_id} does not have it"
+            combinations.append((name, is_good, remedy))
+        for combination in combinations:
+            self._require(*combination)
 
     def _require(self, name: str, is_good: bool, remedy: str) -> None:
         if not is_good:
@@ -229,15 +232,6 @@ class Config:
         for name in values.keys() - cls.__dataclass_fields__.keys():
             raise ValueError(f"config has the field {name!r}, which does not exist: leave it out")
         return cls(**values)
-
-    @classmethod
-    def of_file(cls, values: dict) -> "Config":
-        """Like `of`, for a config that was read from a file.
-
-        A field that an older file lacks gets the value that its run used, which may differ from
-        today's default (EARLIER).
-        """
-        return cls.of({**EARLIER, **values} if isinstance(values, dict) else values)
 
     @property
     def acting_precision(self) -> str:
@@ -297,13 +291,9 @@ class Config:
 
         It follows the last iteration, and each iteration that crosses a multiple of `eval_every`.
         """
-        if iteration + 1 == self.iterations:
-            return True
-        if self.eval_every == 0:
-            return False
-        steps_before = iteration * self.steps_per_iteration
-        steps_after = steps_before + self.steps_per_iteration
-        return steps_before // self.eval_every < steps_after // self.eval_every
+        steps = (iteration + 1) * self.steps_per_iteration
+        crosses = self.eval_every > 0 and steps % self.eval_every < self.steps_per_iteration
+        return crosses or iteration + 1 == self.iterations
 
     @classmethod
     def published(cls, **changes) -> "Config":

@@ -49,11 +49,12 @@ class History:
         """
         for name in row:
             if name not in self.columns:
-                self.columns[name] = [self._entry(math.nan)] * len(self)
+                self.columns[name] = [self.entry(math.nan)] * len(self)
         for name, values in self.columns.items():
-            values.append(self._entry(row.get(name, math.nan)))
+            values.append(self.entry(row.get(name, math.nan)))
 
-    def _entry(self, number) -> float:
+    def entry(self, number) -> float:
+        """A number as columns hold it."""
         return np.asarray(number, np.float64).item()
 
     def __len__(self) -> int:

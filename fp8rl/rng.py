@@ -39,7 +39,6 @@ PURPOSES = (
     "targets",
     "evaluation starts",
     "evaluation actions",
-    "more replay",
 )
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 ROUNDS = 20

@@ -26,8 +26,6 @@ from .precision import Precision
 TERMINATED = 1
 TRUNCATED = 2
 DUMMY = 4
-_DUMMY = constant(DUMMY, torch.uint8)
-_ENDS = constant(TERMINATED | TRUNCATED, torch.uint8)
 NO_FLAGS = constant(0, torch.uint8)
 # The largest magnitudes of observations and rewards that float32 can learn from (norms square the
 # gradient), each with a wrapper of Gymnasium that scales larger ones down.
@@ -50,12 +48,12 @@ class Rollout(NamedTuple):
     @property
     def valid(self) -> torch.Tensor:
         """bool [T, B]: True where the action was actually executed."""
-        return torch.bitwise_and(self.flags, _DUMMY) == NO_FLAGS
+        return self.flags & DUMMY == NO_FLAGS
 
     @property
     def ended(self) -> torch.Tensor:
         """bool [T, B]: True where the action ended its episode."""
-        return torch.bitwise_and(self.flags, _ENDS) != NO_FLAGS
+        return self.flags & (TERMINATED | TRUNCATED) != NO_FLAGS
 
     @property
     def first(self) -> torch.Tensor:
@@ -67,9 +65,7 @@ class Rollout(NamedTuple):
         return torch.cat((torch.zeros_like(starts[:1]), starts))
 
     def to(self, device) -> "Rollout":
-        """The rollout on a device, which is the rollout itself if it is there already."""
-        if self.obs.device == torch.device(device):
-            return self
+        """The rollout on a device, with the same tensors if it is there already."""
         return Rollout(*(x if x is None else x.to(device) for x in self))
 
 
@@ -94,22 +90,16 @@ def require_dummy_rows(flags: torch.Tensor, last: torch.Tensor | int = 0) -> Non
 
 
 def extremes(rollout: Rollout, agents: int = 1) -> torch.Tensor:
-    """The extremes of the numbers of each agent's part of a rollout, float32 [agents, 5].
+    """The extremes of the numbers of each agent's part of a rollout, [agents, 3].
 
-    They are the smallest and largest number of the observations, the smallest and largest reward,
-    and 1 if an action is NaN, otherwise 0. An extreme is NaN if one of its numbers is NaN.
+    They are the largest magnitudes of the observations, rewards and actions. An extreme is NaN if
+    one of its numbers is NaN.
     """
-
-    def of_agents(x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(1, (agents, -1)).transpose(0, 1).reshape(agents, -1)
-
-    lowest_obs, highest_obs = of_agents(rollout.obs).aminmax(dim=1)
-    lowest_reward, highest_reward = of_agents(rollout.reward).aminmax(dim=1)
-    nan_action = torch.zeros_like(lowest_obs)
-    if rollout.action.is_floating_point():
-        nan_action = of_agents(rollout.action).isnan().any(1).float()
-    numbers = (lowest_obs, highest_obs, lowest_reward, highest_reward, nan_action)
-    return torch.stack(numbers, dim=1)
+    largest = []
+    for x in (rollout.obs, rollout.reward, rollout.action):
+        of_agents = x.unflatten(1, (agents, -1)).transpose(0, 1).reshape(agents, -1)
+        largest.append(of_agents.abs().amax(1))
+    return torch.stack(largest, dim=1)
 
 
 def check_extremes(numbers: list[float]) -> None:
@@ -118,22 +108,21 @@ def check_extremes(numbers: list[float]) -> None:
     `numbers` are its `extremes`. Such a rollout has an action that is NaN, or an observation or
     reward that is not finite or larger than `LARGEST_ALLOWED`.
     """
-    lowest_obs, highest_obs, lowest_reward, highest_reward, nan_action = numbers
-    ranges = {"obs": (lowest_obs, highest_obs), "reward": (lowest_reward, highest_reward)}
-    for name, (low, high) in ranges.items():
-        if not (math.isfinite(low) and math.isfinite(high)):
+    *largest_numbers, largest_action = numbers
+    for (name, (bound, wrapper)), largest in zip(
+        LARGEST_ALLOWED.items(), largest_numbers, strict=True
+    ):
+        if not math.isfinite(largest):
             raise ValueError(
                 f"{name} from the environment is not finite: "
                 "fix the environment, nothing can be learned from it"
             )
-        bound, wrapper = LARGEST_ALLOWED[name]
-        largest = max(-low, high)
         if largest > bound:
             raise ValueError(
                 f"{name} from the environment reaches {largest:.0e}, over {bound:.0e}, too large "
                 f"to compute with: register it wrapped in gymnasium.wrappers.{wrapper}"
             )
-    if nan_action:
+    if math.isnan(largest_action):
         raise ValueError(
             "action is not a number, because the policy's weights are not: lower learning_rate"
         )
@@ -167,43 +156,36 @@ def inference(env):
 def unroll(model, env, noise, starts, state):
     """The loop over time: in each step the policy acts and the environments step.
 
+    `model`   the network that acts
     `noise`   noise of the actions, [T, N, numbers per action]
     `starts`  random starts of the environments (`TensorEnv.draw`)
     `state`   state of a recurrent policy, or None
 
-    Returns a tuple of five tensors, and the policy's state at the end. The tensors are obs, action,
-    reward and flags as in Rollout, and the policy's outputs [T, N, A or 2 A].
+    Returns five tensors, and the policy's state at the end. The tensors are obs, action, reward and
+    flags as in Rollout, and the policy's outputs [T, N, A or 2 A].
     """
-    obs = [env.obs]
-    outputs = []
-    actions = []
-    rewards = []
-    ends = []
-    resets_first = env.done  # the first step resets where the last rollout ended an episode
-    for step_noise, start in zip(noise.unbind(), starts, strict=True):
-        output, state = model.policy(env.obs, state)
-        action = env.distribution.sample(output, step_noise)
-        if state is not None:
-            # Where this step resets, a new episode begins, in which the policy's state is 0.
-            state = torch.where(env.done.unsqueeze(-1), 0, state)
-        next_obs, reward, terminated, truncated = env.step(action, start)
-        outputs.append(output)
-        actions.append(action)
-        obs.append(next_obs)
-        rewards.append(reward)
-        ends.append(terminated)
-        ends.append(truncated)
-    ends = torch.stack(ends).view(len(noise), 2, -1).byte()  # [T, 2, N]: terminated, truncated
-    flags = TERMINATED * ends[:, 0] + TRUNCATED * ends[:, 1]
-    resets = torch.cat((resets_first.unsqueeze(0), flags[:-1] != 0))
-    flags += DUMMY * resets.byte()
-    return (
-        torch.stack(obs),
-        torch.stack(actions),
-        torch.stack(rewards),
-        flags,
-        torch.stack(outputs),
-    ), state
+    with inference(env):
+        resets_first = env.done  # the first step resets where the last rollout ended an episode
+        policy = model.acting().policy
+        steps = []
+        for step_noise, start in zip(noise.unbind(), starts, strict=True):
+            obs = env.obs
+            output, state = policy(obs, state)
+            action = env.distribution.sample(output, step_noise)
+            if state is not None:
+                # Where this step resets, a new episode begins, in which the policy's state is 0.
+                state = torch.where(env.done.unsqueeze(-1), 0, state)
+            _, reward, terminated, truncated = env.step(action, start)
+            steps.append((obs, action, reward, terminated, truncated, output))
+        obs, *columns = zip(*steps, strict=True)
+        action, reward, terminated, truncated, outputs = map(torch.stack, columns)
+        flags = TERMINATED * terminated.byte() + TRUNCATED * truncated.byte()
+        resets = torch.cat((resets_first.unsqueeze(0), flags[:-1] != 0))
+        flags += DUMMY * resets.byte()
+        obs = torch.stack((*obs, env.obs))
+        results = (obs, action, reward, flags, outputs)
+    # Copies, because autograd cannot use tensors that were made in inference mode.
+    return [x.clone() for x in results], None if state is None else state.clone()
 
 
 class Collector:
@@ -243,8 +225,11 @@ class Collector:
         self.length = length
         self.seed = seed
         self.loop = loop
-        # The state of a recurrent policy, float32 [N, W]; None is 0.
-        self.state: torch.Tensor | None = None
+        self.state: torch.Tensor | None = None  # of a recurrent policy, float32 [N, W]
+        if model.recurrent:
+            self.state = torch.zeros(
+                env.num_envs, model.hidden_size, dtype=torch.float32, device=env.device
+            )
         # The number of rollouts collected so far, which is the `iteration` of their random numbers.
         self.rollouts = 0
 
@@ -264,21 +249,12 @@ class Collector:
         noise = action_noise(self.env, self.length, self.seed, "actions", self.rollouts, self.words)
         starts = self.env.draw(self.length)
         self.rollouts += 1
-        state_before = self.state
-        unrolls = self.loop is unroll
-        mode = inference(self.env) if unrolls else contextlib.nullcontext()
+        # A copy, because the next state may be written into the same tensor.
+        state_before = None if self.state is None else self.state.clone()
         # One region for the whole loop, so that autocast casts the weights only once.
-        with mode, self.precision.autocast():
-            policy = self.model.acting() if unrolls else self.model
-            results, state = self.loop(policy, self.env, noise, starts, state_before)
-        obs, action, reward, flags, outputs = map(_usable, results)
-        self.state = _usable(state)
-        if state is not None:
-            # The rollout gets a copy, because the next state may be written into the same tensor.
-            if state_before is None:
-                state_before = torch.zeros_like(self.state)
-            else:
-                state_before = state_before.clone()
+        with self.precision.autocast():
+            results, self.state = self.loop(self.model, self.env, noise, starts, self.state)
+        obs, action, reward, flags, outputs = results
         logp = self.env.distribution(outputs).log_prob(action)
         return Rollout(obs, action, reward, flags, logp, state_before)
 
@@ -289,15 +265,10 @@ class Collector:
     def load_state_dict(self, state: dict, rollouts: int) -> None:
         """Continues as the collector whose `state_dict` this is, after so many rollouts."""
         self.env.load_state_dict(state["env"])
-        saved = state["state"]
-        self.state = None if saved is None else saved.to(self.env.device, copy=True)
+        if state["state"] is not None:
+            self.state = state["state"].to(self.env.device, copy=True)
         self.rollouts = rollouts
         self.env.draws = rollouts + 1  # one for the first reset
 
     def close(self) -> None:
         self.env.close()
-
-
-def _usable(x: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor, or a copy that autograd can use if it was made in inference mode."""
-    return x.clone() if x is not None and x.is_inference() else x

@@ -40,7 +40,6 @@ from .losses import (
 from .precision import PRECISIONS, Precision, StepReport
 from .replay.ring import ReplayBuffer
 from .returns import EpisodeReturns, RewardScale
-from .rng import seed_of
 from .rollout import Collector, Rollout, check_extremes, extremes, require_dummy_rows
 
 # What an update measures: the statistics of its loss and of its gradient step.
@@ -201,17 +200,16 @@ class Learner:
 
 
 class Measurements(NamedTuple):
-    """The numbers that an iteration measures, in one tensor on the learner's device.
+    """The numbers that an iteration measures: tensors or, once the host has read them, arrays.
 
-    `updates`  number of updates
-    `numbers`  float64, the statistics of one update after the other (OF_UPDATE), then the numbers
-               that are measured once in an iteration
-    `extremes` the `rollout.extremes` of the iteration's rollout, on the collector's device
+    `updates`   statistics of each update in the order of OF_UPDATE, float64 [updates, n]
+    `once`      numbers that are measured once in an iteration, float64
+    `extremes`  the `rollout.extremes` of the iteration's rollout
     """
 
-    updates: int
-    numbers: torch.Tensor
-    extremes: torch.Tensor
+    updates: torch.Tensor | np.ndarray
+    once: torch.Tensor | np.ndarray
+    extremes: torch.Tensor | np.ndarray
 
 
 class Immediate:
@@ -224,8 +222,8 @@ class Immediate:
     unread = 0  # number of iterations that were launched and whose measurements were not read yet
 
     def __init__(self):
-        # Iterations whose gradients were not checked yet, each with its number of updates.
-        self.unchecked: list[tuple[int, int]] = []
+        # Iterations that were read and not checked yet.
+        self.unchecked: list[tuple[int, Measurements]] = []
 
     def run_iteration(self, run: "Run", row: dict) -> None:
         """Runs an iteration and adds its `row` to the history.
@@ -233,18 +231,19 @@ class Immediate:
         The row comes with the numbers that are known beforehand.
         """
         began = time.perf_counter()
-        measurements = run.iteration()
-        numbers = measurements.numbers.cpu().numpy()
-        run.record(row, measurements, numbers, time.perf_counter() - began)
-        self.unchecked.append((row["iteration"], measurements.updates))
+        measurements = Measurements(*(x.cpu().numpy() for x in run.iteration()))
+        run.record(row, measurements, time.perf_counter() - began)
+        self.unchecked.append((row["iteration"], measurements))
 
     def finish(self, run: "Run") -> None:
         """Reads all iterations that were launched."""
 
     def check(self, run: "Run") -> None:
-        """Raises FloatingPointError if the run no longer learns anything (`Run.check_learning`)."""
+        """Raises the errors of `iterate`, for the iterations that were read since the last call."""
         while self.unchecked:
-            run.check_learning(*self.unchecked.pop(0))
+            iteration, measurements = self.unchecked.pop(0)
+            run.check_rollout(measurements.extremes)
+            run.check_learning(iteration, len(measurements.updates))
 
 
 class Run:
@@ -280,16 +279,12 @@ class Run:
         self.evaluator = evaluator
         self.ring = ring
         self.settled = config.settled(self.env)
+        self.learning_rate = self.settled.learning_rate  # a number, or a tensor of agents
         self.slices = slices or config.slices_per_batch
         self.launch = Immediate()
         self.iterations_run = 0
         self.recorded = History()
         self.returns = EpisodeReturns(self.env.num_envs, self.env.device)
-
-    def __getstate__(self) -> dict:
-        """The attributes, for a copy, after all iterations that were launched have been read."""
-        self.launch.finish(self)
-        return vars(self).copy()
 
     @property
     def model(self) -> nn.Module:
@@ -339,7 +334,7 @@ class Run:
         return rollout
 
     def check_rollout(self, rollout_extremes: np.ndarray) -> None:
-        """Stops at a rollout that nothing can be learned from. The extremes are [agents, 5]."""
+        """Stops at a rollout that nothing can be learned from. The extremes are [agents, 3]."""
         for agent, of_agent in enumerate(rollout_extremes.tolist()):
             try:
                 check_extremes(of_agent)
@@ -353,31 +348,25 @@ class Run:
     def improve(self, rollout: Rollout) -> list[Updated]:
         """Learns from a new rollout and from slices of the ring. Returns what each update measured.
 
-        A subclass may have another schedule, such as several epochs over the new rollout.
+        For another schedule, such as several epochs over the new rollout, set this attribute to a
+        function. If it reads numbers on the host, a run on a GPU needs Machine(graph=False).
         """
         updates = []
         for update in range(self.config.updates):
-            if update < self.config.fresh_updates:
-                batch = rollout
-            else:
-                batch = self.sample(update)  # from older policies: V-trace corrects
+            is_fresh = update < self.config.fresh_updates
+            # Slices are from older policies, for which V-trace corrects.
+            batch = rollout if is_fresh else self.sample(update)
             updates.append(self.learner.update(batch))
         return updates
 
     def sample(self, update: int = 0) -> Rollout:
-        """Slices from the ring, for an update of this iteration.
+        """Slices from the ring, for an `update` below `config.updates` of this iteration.
 
         The random numbers depend on the seed and on the number of the update in the run, so every
-        update draws other slices. If a subclass samples more often than `config.updates` in an
-        iteration, this number would be that of an update in the next iteration. So the additional
-        updates have another seed.
+        update draws other slices.
         """
-        seed = self.collector.seed
         number = self.iterations_run * self.config.updates + update
-        if update >= self.config.updates:
-            seed = seed_of(seed, "more replay", update)
-            number = self.iterations_run
-        return self.ring.sample(self.slices, self.config.slice_length, seed, number)
+        return self.ring.sample(self.slices, self.config.slice_length, self.collector.seed, number)
 
     def measure(
         self,
@@ -385,11 +374,11 @@ class Run:
         updates: list[Updated],
         rollout_extremes: torch.Tensor,
     ) -> Measurements:
-        """Gathers the measurements of an iteration in one tensor, so that the host waits for a GPU
-        only once."""
-        numbers = [statistics_of_updates(updates), *self.measure_once(rollout)]
-        numbers = torch.cat([x.to(self.learner.device).double().flatten() for x in numbers])
-        return Measurements(len(updates), numbers, rollout_extremes)
+        """Gathers the measurements of an iteration in few tensors, because a GPU takes a while to
+        give each to the host."""
+        once = [x.to(self.learner.device).double() for x in self.measure_once(rollout)]
+        statistics = statistics_of_updates(updates).double()
+        return Measurements(statistics, torch.stack(once), rollout_extremes)
 
     def measure_once(self, rollout: Rollout) -> list[torch.Tensor]:
         """The numbers that are measured once in an iteration.
@@ -403,33 +392,22 @@ class Run:
             numbers.append((rollout.action.abs() > 1).float().mean())
         return numbers
 
-    def record(
-        self, row: dict, measurements: Measurements, numbers: np.ndarray, seconds: float
-    ) -> None:
-        """Adds an iteration's `row` to the history, with its measurements.
+    def record(self, row: dict, measurements: Measurements, seconds: float) -> None:
+        """Adds an iteration's `row` to the history, with its measurements, which are arrays here.
 
-        `numbers` are the numbers of the measurements, copied to the host. `seconds` is how long
-        this iteration took.
+        `seconds` is how long this iteration took.
         """
-        row = row | self.totals(row["iteration"], measurements, numbers)
+        row = row | self.totals(row["iteration"], measurements)
         row["seconds"] = seconds
         if len(self.recorded):
             row["seconds"] += self.recorded.last["seconds"]
         self.recorded.add(row)
 
-    def totals(self, iteration: int, measurements: Measurements, numbers: np.ndarray) -> dict:
+    def totals(self, iteration: int, measurements: Measurements) -> dict:
         """An iteration's row of the history: statistics of its updates, and the mean return of the
-        episodes that ended, over all processes that train together.
-
-        `numbers` are the numbers of the measurements, copied to the host, [n]. Each may be an
-        array.
-        """
-        size = len(OF_UPDATE)
-        updates = [
-            dict(zip(OF_UPDATE, numbers[i * size :], strict=False))
-            for i in range(measurements.updates)
-        ]
-        returns, episodes, clipped, *outside = numbers[measurements.updates * size :]
+        episodes that ended, over all processes that train together."""
+        updates = [dict(zip(OF_UPDATE, x, strict=True)) for x in measurements.updates]
+        returns, episodes, clipped, *outside = measurements.once
         summary = summarize(updates)
         added = (*LOSS_TERMS, *ROW_MEANS)  # over processes
         parts = np.stack([returns, episodes, clipped, *(summary[name] for name in added)])
@@ -465,12 +443,9 @@ class Run:
             message = f"gradient not finite at step {step} in {precision}: lower learning_rate"
             self.stop(agent, FloatingPointError(message))
 
-    def learning_rate_at(self, iteration: int) -> float:
-        return self.config.annealed(self.settled.learning_rate, iteration)
-
     def advance(self, iteration: int) -> None:
         """Runs an iteration with the learning rate that the config gives it."""
-        learning_rate = self.learning_rate_at(iteration)
+        learning_rate = self.config.annealed(self.learning_rate, iteration)
         self.learner.require_parameters()
         self.learner.set_learning_rate(learning_rate)
         row = {
@@ -480,14 +455,21 @@ class Run:
         }
         self.launch.run_iteration(self, row)
 
-    def evaluate(self) -> float:
+    def evaluate(self) -> float | np.ndarray:
         """Evaluates the network: mean greedy return, which is also put into the history's last row.
 
-        Raises ValueError if it is not finite.
+        Stops an agent whose mean return is not finite. In a population, which goes on, this return
+        becomes minus infinity.
         """
         # To read the history waits for a GPU. Otherwise this wait would count as evaluation.
         history = self.history
-        mean_return = self.evaluator.evaluate(self.model)
+        returns = np.asarray(self.evaluator.evaluate(self.model))
+        is_finite = np.isfinite(returns)
+        for agent in np.flatnonzero(~is_finite):
+            precision = self.precisions[agent]
+            message = f"evaluation is not finite in {precision}: fix the environment's rewards"
+            self.stop(agent, ValueError(message))
+        mean_return = history.entry(np.where(is_finite, returns, -math.inf))
         if len(history):
             history.columns["eval_return"][-1] = mean_return
         return mean_return
@@ -548,7 +530,7 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
             if config.evaluates_at(iteration):
                 run.evaluate()
             if len(run.recorded):
-                bar.set_postfix_str(progress_text(run.recorded.progress), refresh=False)
+                bar.set_postfix(progress_of(run.recorded.progress), refresh=False)
             run.launch.check(run)
             yield run
 
@@ -560,15 +542,11 @@ def train(run: Run, progress: bool = True) -> Run:
     return run
 
 
-def progress_text(row: dict[str, float]) -> str:
-    """The text of the progress bar, from a row of the history."""
-    parts = []
-    for name in ("train_return", "eval_return"):
-        if not np.isnan(row[name]):
-            parts.append(f"{name} {row[name]:.1f}")
-    parts.append(f"{row['steps'] / row['seconds']:,.0f} steps/s")
-    parts.append(f"loss scale {row['loss_scale']:g}")
-    return ", ".join(parts)
+def progress_of(row: dict[str, float]) -> dict[str, str]:
+    """What the progress bar shows, from a row of the history."""
+    names = ("train_return", "eval_return", "loss_scale")
+    shown = {name: f"{row[name]:,.1f}" for name in names if not np.isnan(row[name])}
+    return shown | {"steps/s": f"{row['steps'] / row['seconds']:,.0f}"}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:

@@ -388,7 +388,7 @@ OF_SPEED = {
     "run_processes": printed_by,
     "seconds_of": called_once,
     "available_precisions": lambda device: ["fp32"],
-    "arithmetic": lambda device: "hardware",
+    "is_emulated": lambda name, device: False,
 }
 SMOKE |= {
     name: Smoke(

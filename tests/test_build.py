@@ -6,7 +6,6 @@ import pytest
 import torch
 from helpers import SHORT, after, assert_same, refused, resumed, small, trained
 
-from fp8rl.bits.places import places_of
 from fp8rl.build import Machine, build
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
@@ -16,7 +15,9 @@ from fp8rl.machine.by_hand import ActorCriticByHand, NormalizedByHand
 from fp8rl.machine.plan import plan_run
 from fp8rl.model import ActorCritic
 from fp8rl.recurrent import RecurrentActorCritic
+from fp8rl.replay.ring import ring_bytes
 from fp8rl.tasks.classic_control import CartPole
+from fp8rl.tasks.gymnasium_env import GymEnv
 from fp8rl.train import iterate
 
 
@@ -47,10 +48,10 @@ REFUSED = [  # fields of a config, of a machine, the number of processes, and th
         1,
         "collect_precision is 'fp8' and no layer can run in FP8: use a hidden_size",
     ),
-    ({"num_envs": 15}, {}, 2, "num_envs is 15 and 2 processes .*multiple of 2$"),
-    ({"num_envs": 1}, {}, 3, "num_envs is 1 and 3 processes .*multiple of 3$"),
-    ({"batch_size": 96}, {}, 2, "batch_size is 96 and 2 processes .*multiple of 2 slices$"),
-    ({}, {"memmap": "ring"}, 2, "memmap is ring and 2 processes"),
+    ({"num_envs": 15}, {}, 2, "num_envs is 15: use a multiple of 2, "),
+    ({"num_envs": 1}, {}, 3, "num_envs is 1: use a multiple of 3, "),
+    ({"batch_size": 96}, {}, 2, "batch_size is 96: use a multiple of 2 slices, "),
+    ({}, {"memmap": "ring"}, 2, "memmap is ring: leave it out, 2 processes"),
     ({"precision": "fp7"}, {}, 0, "precision is 'fp7' .*: choose from fp32"),
     ({"precision": "tf32"}, {}, 0, "precision is 'tf32' .*: choose from fp32"),
     ({"collect_precision": "tf32"}, {}, 0, "collect_precision is 'tf32' .*: choose from fp32"),
@@ -100,31 +101,26 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated_or_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_plan_says_of_what_a_run_is_made():
-    plain = plan_run(small())
-    assert (plain.task, plain.num_envs, plain.slices) == (Cart, 16, 16)
-    assert plain.network == ActorCriticByHand
-    assert (plain.places, plain.acts_by_kernel) == ({}, True)
-    assert not (plain.actor_is_copy or plain.evaluated_is_copy or plain.clips_by_learner)
-    assert not plain.uses_graph
-    acting = {"collect_precision": "fp8"}
-    clips = {"actor_is_copy": True, "clips_by_learner": True}
-    unrolled = {"acts_by_kernel": False}
-    gymnasium = {"task": None}
-    for fields, machine, processes, expected in (
-        ({}, {"fast_forward": False}, 1, unrolled | {"network": ActorCritic}),
-        ({"encoder": "gru"}, {}, 1, unrolled | {"network": RecurrentActorCritic}),
-        ({"normalize_obs": True}, {}, 1, unrolled | {"network": NormalizedByHand}),
-        ({"formats": "m=e4m3"}, {}, 1, unrolled | {"places": places_of("m=e4m3")}),
-        ({"env_id": "CartPole-v1"}, {}, 1, {"task": CartPole, "acts_by_kernel": True}),
-        ({"env_id": "CartPole-v1"}, {"vectorization": "async"}, 1, unrolled | gymnasium),
-        (acting, {}, 1, clips),
-        (acting | {"clip_by": "actor"}, {}, 1, {"clips_by_learner": False}),
-        ({}, {}, 2, {"num_envs": 8, "slices": 8, "uses_graph": False}),
-        ({}, {"memmap": "ring"}, 1, {"ring_rows": 1_250}),
+def test_a_run_is_made_of_what_config_and_machine_ask_for():
+    plain = build(small())
+    assert (type(plain.env), plain.env.num_envs, plain.slices) == (Cart, 16, 16)
+    assert plain.collector.model is plain.model and plain.evaluator.model is None
+    assert not plain.ring.proximal
+    for fields, machine, network, task in (
+        ({}, {}, ActorCriticByHand, Cart),
+        ({}, {"fast_forward": False}, ActorCritic, Cart),
+        ({"encoder": "gru"}, {}, RecurrentActorCritic, Cart),
+        ({"normalize_obs": True}, {}, NormalizedByHand, Cart),
+        ({"env_id": "CartPole-v1"}, {}, ActorCriticByHand, CartPole),
+        ({"env_id": "CartPole-v1"}, {"vectorization": "sync"}, ActorCriticByHand, GymEnv),
     ):
-        plan = plan_run(small(**fields), Machine(**machine), processes)
-        assert {name: getattr(plan, name) for name in expected} == expected
+        run = build(small(**fields), Machine(**machine))
+        assert (type(run.model), type(run.env)) == (network, task)
+    for fields, proximal in (({}, True), ({"clip": None}, False)):
+        run = build(small(collect_precision="fp8", **fields))
+        assert run.collector.model is not run.model and run.ring.proximal is proximal
+    assert plan_run(small(), processes=2).num_envs == 8
+    assert plan_run(small(), Machine(memmap="ring")).rows == 1_250
 
 
 @pytest.mark.parametrize(
@@ -143,18 +139,18 @@ def test_a_plan_foresees_the_bytes_of_the_ring(fields):
     config = small(**fields)
     with contextlib.closing(build(config)) as run:
         plan = plan_run(config)
-        assert (run.ring.nbytes, run.ring.rows) == (plan.ring_bytes, plan.ring_rows)
+        assert (run.ring.nbytes, run.ring.rows) == (ring_bytes(*plan), plan.rows)
 
 
 def test_a_ring_in_a_folder_trains_the_same_agent(tmp_path):
-    config = Config(**SHORT, collect_precision="fp8", clip_by="learner")
+    config = Config(**SHORT, collect_precision="fp8")
     machine = Machine(memmap=tmp_path / "ring")
     run = trained(build(config, machine))
     assert_same(run, trained(config))
     stored = MappedRing.open(tmp_path / "ring")
     assert torch.equal(stored.fields["proximal_logp"], run.ring.fields["proximal_logp"])
     stored.close()
-    other = dataclasses.replace(config, clip_by="actor")
+    other = dataclasses.replace(config, clip=None)
     refused("memmap is .*, whose ring has proximal True", build, other, machine)
 
 
@@ -163,7 +159,7 @@ def test_a_ring_in_a_folder_trains_the_same_agent(tmp_path):
     [
         {"precision": "fp16"},
         {"precision": "fp8", "collect_precision": "fp32", "encoder": "gru", "hide_velocity": True},
-        {"collect_precision": "fp8", "clip": 0.01, "clip_by": "learner"},
+        {"collect_precision": "fp8", "clip": 0.01},
         {"codec": "int8", "capacity": 1_000, "extra_features": 2},  # the ring wraps around
     ],
     ids=str,

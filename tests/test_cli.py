@@ -363,7 +363,7 @@ MEMORY = {
         {"compact": 16, "full": 19, "delta": 19},
     ),
     "a clip by the learner": (
-        ["--collect-precision", "fp8", "--clip-by", "learner", "--steps", 2_048],
+        ["--collect-precision", "fp8", "--steps", 2_048],
         {"compact": 22},
     ),
 }

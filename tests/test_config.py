@@ -41,7 +41,6 @@ REFUSED = [
     *(("lam", value) for value in ("0.9", False, None)),
     *(("anneal", value) for value in (1, "yes", None)),
     *(("precision", value) for value in (8, None)),
-    *(("clip_by", value) for value in ("", "both", "Learner", None)),
     ("env_id", 4),
     ("gamma", "high"),
     ("normalize_obs", 1),
@@ -77,10 +76,7 @@ def test_json_gives_the_config_back():
         assert Config.of(config.to_json()) == config
     for text in ("{", "[1]", '"seed"', "7", '{"stepz": 1}', '{"steps": "many"}'):
         refused("", Config.of, text)
-    # A config of an older file does what its run did
-    assert Config.of_file({"seed": 3}) == Config(seed=3, clip_by="actor")
-    assert Config.of_file({"clip_by": "learner"}) == Config() == Config.of({})
-    refused("config is ", Config.of_file, [1])
+    refused("config is ", Config.of, [1])
 
 
 def test_what_follows_from_the_width_or_the_task():

@@ -1,6 +1,6 @@
 import pytest
 
-from fp8rl.machine import cgroups, hardware
+from fp8rl.machine import hardware
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 
@@ -51,9 +51,9 @@ def test_the_tightest_limit_above_this_process_is_room_too(name, tmp_path, monke
             (tmp_path / folder / file).write_text(f"{text}\n")
     moved = {
         controller: (tmp_path / folder.relative_to("/sys/fs/cgroup"), *names)
-        for controller, (folder, *names) in cgroups.CONTROLLERS.items()
+        for controller, (folder, *names) in hardware.CONTROLLERS.items()
     }
-    monkeypatch.setattr(cgroups, "CONTROLLERS", moved)
-    monkeypatch.setattr(cgroups, "OWN", tmp_path / "own")
+    monkeypatch.setattr(hardware, "CONTROLLERS", moved)
+    monkeypatch.setattr(hardware, "OWN_CGROUPS", tmp_path / "own")
     room = hardware.available()
     assert room == expected if expected is not None else room > before / 2

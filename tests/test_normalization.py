@@ -14,7 +14,6 @@ from fp8rl.build import Machine, build
 from fp8rl.config import EIGHT_BIT
 from fp8rl.disk import checkpoint
 from fp8rl.losses import no_all_reduce
-from fp8rl.machine.plan import plan_run
 from fp8rl.normalization import NETWORKS, Normalized
 from fp8rl.train import iterate
 
@@ -159,8 +158,8 @@ def test_each_rollout_counts_once_and_before_the_next():
 def test_it_normalizes_where_only_gymnasium_has_the_task():
     for env_id, expected in ((None, False), ("CartPole-v1", False), (SHORT.env_id, True)):
         for normalize_obs, normalizes in ((None, expected), (True, True), (False, False)):
-            plan = plan_run(small(env_id=env_id, normalize_obs=normalize_obs))
-            assert issubclass(plan.network, Normalized) == normalizes
+            run = build(small(env_id=env_id, normalize_obs=normalize_obs))
+            assert isinstance(run.model, Normalized) == normalizes
 
 
 @pytest.mark.parametrize("fields", [{"formats": EIGHT_BIT["formats"]}, {"encoder": "gru"}], ids=str)

@@ -61,7 +61,7 @@ from fp8rl.build import HERE, Machine, build, build_population
 from fp8rl.config import Config
 from fp8rl.machine.gpu.cuda_graphs import WARMUP, Graphed
 from fp8rl.machine.gpu.install import quantize_by_kernel
-from fp8rl.machine.hardware import arithmetic, cores, hardware
+from fp8rl.machine.hardware import cores, hardware, is_emulated
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision, available_precisions
 from fp8rl.rollout import Collector
@@ -579,7 +579,7 @@ def time_layer(batch: int, width: int, seed: int) -> dict[str, float]:
 
 
 def fp8_layer(options: argparse.Namespace) -> list[Table]:
-    if arithmetic("cuda") != "hardware":
+    if is_emulated("fp8", "cuda"):
         sys.exit("fp8_layer needs a CUDA device of compute capability 8.9 or higher")
     arms = [
         Arm((f"{batch:,}", f"{width:,}"), "fp8", functools.partial(time_layer, batch, width))

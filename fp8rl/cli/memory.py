@@ -11,6 +11,7 @@ from ..disk.mapped_ring import free_on_disk
 from ..machine import hardware
 from ..machine.plan import plan_run
 from ..replay.layouts import LAYOUTS, STORES, difference_codec, layout_bytes
+from ..replay.ring import ring_bytes
 from .arguments import ConfigOptions, Json, MachineOptions, checked
 
 
@@ -44,18 +45,18 @@ def predict_and_measure(
     )
     with contextlib.redirect_stdout(sys.stderr):  # what an environment prints is no result
         plan = plan_run(config, machine)
-        rows = plan.ring_rows * plan.num_envs
+        rows = plan.rows * plan.num_envs
         with contextlib.closing(build(config, machine)) as run:
             ring = run.ring
-    predicted = plan.ring_bytes
+    predicted = ring_bytes(*plan)
     measured = ring.nbytes
     if layout != "compact":
         predicted = layout_bytes(
             layout,
             rows,
-            ring.obs_size,
+            plan.features,
             plan.codec,
-            ring.action_size,
+            plan.action_size,
             difference_codec(ring.bounds),
         )
         settings = rows, ring.bounds, plan.codec, ring.device, ring.action_size

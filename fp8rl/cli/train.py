@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import signal
 import sys
 import time
@@ -153,7 +152,7 @@ def require_unchanged(path: Path, config: Config) -> None:
     if not path.exists():
         return
     try:
-        theirs = dataclasses.asdict(Config.of_file(json.loads(path.read_bytes())))
+        theirs = dataclasses.asdict(Config.of(path.read_text()))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     edits = [

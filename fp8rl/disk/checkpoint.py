@@ -92,7 +92,7 @@ def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config | l
     found = content["config"]
     fields = found if isinstance(found, list) else [found]
     try:
-        configs = [Config.of_file({**each, **changes}) for each in fields]
+        configs = [Config.of({**each, **changes}) for each in fields]
     except ValueError as error:
         raise ValueError(f"checkpoint {path}: {error}") from error
     env_id = configs[0].env_id or ""

@@ -3,13 +3,15 @@
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
 import threading
-import time
+import timeit
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,18 +22,23 @@ from torch import nn
 
 from .. import fp8
 from ..precision import PRECISIONS, Precision
-from .cgroups import room_in_cgroups
 
-
-def arithmetic(device: torch.device | str) -> str:
-    """How FP8 matmuls run on a device: in "hardware" or "emulated".
-
-    In hardware they run on FP8 tensor cores. Emulated, they run in float32 on the same float8
-    numbers, and are summed more exactly (docs/precisions.md).
-    """
-    return "hardware" if fp8.has_kernel(device) else "emulated"
-
-
+# How much memory the cgroups of this process leave: what SLURM, systemd or a container allow it. A
+# limit holds for a cgroup and for all those below it, so the tightest between this process and the
+# root counts. Linux has two versions of cgroups, with files of different names.
+OWN_CGROUPS = Path("/proc/self/cgroup")
+# By the name of the controller there, which is empty in version 2: where its cgroups are, the
+# files with a limit and with what is used, and the name in memory.stat of the file pages among
+# that, which the kernel drops when memory is needed.
+CONTROLLERS = {
+    "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    "memory": (
+        Path("/sys/fs/cgroup/memory"),
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+}
 threads_lock = threading.Lock()
 
 
@@ -65,14 +72,16 @@ def one_core():
 def is_emulated(name: str, device="cpu") -> bool:
     """Whether a device emulates a precision, which is slow: it multiplies numbers in another type.
 
-    A CPU does not report whether it emulates, and libraries differ in what they use. So 16-bit
-    products are timed once on a CPU, on one thread. Emulated products take about fifty times as
-    long as float32's. Native products take at most three times as long for such a small matrix.
+    Emulated FP8 matmuls run in float32 on the same float8 numbers, and are summed more exactly
+    (docs/precisions.md). A CPU does not report whether it emulates, and libraries differ in what
+    they use. So 16-bit products are timed once on a CPU, on one thread. Emulated products take
+    about fifty times as long as float32's. Native products take at most three times as long for
+    such a small matrix.
     """
     device = torch.device(device)
     rules = PRECISIONS[name]
     if rules.forward:
-        return arithmetic(device) == "emulated"
+        return not fp8.has_kernel(device)
     if not rules.autocast or device.type != "cpu":
         return (
             name == "bf16"
@@ -83,12 +92,7 @@ def is_emulated(name: str, device="cpu") -> bool:
     def shortest(dtype: torch.dtype) -> float:
         a = torch.ones(256, 64, dtype=dtype)
         b = torch.ones(64, 64, dtype=dtype)
-        times = []
-        for _ in range(20):
-            began = time.perf_counter()
-            torch.mm(a, b)
-            times.append(time.perf_counter() - began)
-        return min(times)
+        return min(timeit.repeat(lambda: torch.mm(a, b), number=1, repeat=20))
 
     with one_core():  # on several, waits for a busy one would be timed, too
         return shortest(rules.autocast) > 10 * shortest(torch.float32)
@@ -109,6 +113,38 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, at its largest value
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def room_in_cgroups() -> float:
+    """Bytes that the tightest limit leaves, at least 0; infinity where there is no limit."""
+    rooms = [math.inf]
+    for line in read_text(OWN_CGROUPS).splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in CONTROLLERS.keys() & controllers.split(","):
+            mount, *names = CONTROLLERS[controller]
+            # In a container, this may be a path of the host that does not exist here. The root is
+            # then the container's own cgroup.
+            own = mount / path.lstrip("/")
+            rooms += [room_in(folder, *names) for folder in (own, *own.parents)]
+    return max(0, min(rooms))
+
+
+def room_in(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> float:
+    """Bytes that the limit of a single cgroup leaves."""
+    limit = read_text(folder / limit_name)
+    if not limit.isdigit():  # there is none, or it is "max"
+        return math.inf
+    usage = int(read_text(folder / usage_name) or 0)
+    statistics = dict(line.split() for line in read_text(folder / "memory.stat").splitlines())
+    return int(limit) - usage + int(statistics.get(cache_name, 0))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, or an empty one if there is no such file."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def available(device="cpu") -> int:
@@ -148,25 +184,22 @@ def describe(precision: Precision, model: nn.Module) -> str:
     It says whether the precision is emulated and, for FP8, which layers are converted.
     """
     where = f"{precision.name} on {precision.device}"
+    if is_emulated(precision.name, precision.device):
+        where += ", emulated"
     if not precision.rules.forward:
-        return f"{where}, emulated" if is_emulated(precision.name, precision.device) else where
+        return where
     linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     converted = [name for name, layer in linears.items() if isinstance(layer, fp8.Float8Linear)]
     left = [name for name in linears if name not in converted]
     not_converted = f", not in {', '.join(left)}" if left else " (all linear layers)"
-    return (
-        f"{where}, {arithmetic(precision.device)}: "
-        f"FP8 in {', '.join(converted) or 'no layer'}{not_converted}"
-    )
+    return f"{where}: FP8 in {', '.join(converted) or 'no layer'}{not_converted}"
 
 
 def processor() -> str:
     """The name of this machine's processor."""
-    if Path("/proc/cpuinfo").exists():
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if "model name" in line:
-                return line.split(":")[1].strip()
-    return platform.processor() or platform.machine()
+    details = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*\S)", details.read_text() if details.exists() else "")
+    return named[1] if named else platform.processor() or platform.machine()
 
 
 def hardware() -> str:
@@ -195,9 +228,7 @@ def commit() -> str:
     It is "unknown" outside a clone, as for an installed package.
     """
     root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return "unknown"
-    git = ["git", "-C", str(root)]
+    git = ["git", "-C", str(root), "--git-dir", ".git"]  # not that of a folder around it
     try:
         head = subprocess.run(
             [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True

@@ -88,16 +88,15 @@ def matmuls_of(config: Config) -> tuple[Matmuls, Matmuls]:
     return learner, actor
 
 
-def clips_by_learner(config: Config, learner: Matmuls, actor: Matmuls) -> bool:
+def clips_by_learner(config: Config) -> bool:
     """Whether PPO's clip divides by the learner's own policy, because another policy acts.
 
     Another policy acts if it rounds its matmuls in another way than the learner's forward pass.
     Rollouts and the ring then have the learner's log-probabilities (`Rollout.proximal_logp`).
-    `learner` and `actor` are the config's matmuls (`matmuls_of`).
     """
-    if config.clip is None or config.clip_by != "learner":
-        return False
-    return (actor.precision, actor.operands) != (learner.precision, learner.operands)
+    learner, actor = matmuls_of(config)
+    is_other = (actor.precision, actor.operands) != (learner.precision, learner.operands)
+    return config.clip is not None and is_other
 
 
 def roundings_of(matmuls: Matmuls, shapes: list[tuple[int, int]]) -> list[Rounding]:

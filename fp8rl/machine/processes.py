@@ -4,18 +4,17 @@ Process k of n has the rank k. It holds an nth of the environments, with their r
 its own random numbers, and replays an nth of each batch. Every update sums the gradients, and the
 sums in the loss, over the ranks. So all ranks take the same step. The gradient is that of one
 process on all the rollouts, except in FP8, whose scales are those of a rank's own tensors. A
-checkpoint holds the whole run and can be resumed with any number of ranks. Every rank has a seed of
-its own (rng.py).
+checkpoint holds the whole run and is resumed with as many ranks. Every rank has a seed of its own
+(rng.py).
 
 torchrun starts the processes and tells each its rank. Without torchrun, the functions of this file
 do nothing.
 """
 
 import atexit
-import math
+import io
 import os
 import signal
-from collections.abc import Callable
 
 import torch
 
@@ -38,11 +37,11 @@ def start(devices: dict[str, str] | None = None) -> None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     cuda = {field: device for field, device in (devices or {}).items() if device.startswith("cuda")}
     for field, device in cuda.items():
-        what = f"{field} is {device!r} and {here} processes share {gpus} GPU{'s' * (gpus != 1)}"
-        if here > gpus:
-            raise ValueError(f"{what}: start at most {gpus} (--nproc-per-node) or use the CPU")
-        if here > 1 and device != "cuda":
-            raise ValueError(f"{what}: use 'cuda', which gives each process its own GPU")
+        if here > gpus or (here > 1 and device != "cuda"):
+            raise ValueError(
+                f"{field} is {device!r} and {here} processes share {gpus} GPU{'s' * (gpus != 1)}: "
+                f"use 'cuda' for a GPU each, and start at most {gpus} (--nproc-per-node)"
+            )
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # When one process has died, torchrun ends the others by SIGTERM.
@@ -91,63 +90,33 @@ def all_reduce(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def gather(x: torch.Tensor) -> torch.Tensor:
-    """The ranks' tensors, all of the same shape, one after the other along the first dimension."""
-    if (size := rank_and_size()[1]) == 1:
-        return x
-    # Sent as bytes, because gloo does not support every dtype.
-    flat = x.contiguous().flatten().view(torch.uint8)
-    parts = [torch.empty_like(flat) for _ in range(size)]
-    distributed.all_gather(parts, flat)
-    return torch.cat([part.view(x.dtype).view(x.shape) for part in parts])
-
-
-# Parts of a run's state whose tensors are joined along the first dimension, one rank after the
-# other. All other parts are the same on all ranks.
-JOINED = ("env", "returns", "rewards", "state", "ring")
-# Tensors in these parts that are the same on all ranks and are not joined.
-SAME = ("clock", "square")
+# Parts of a run's state of which each rank has its own. All others are the same on all ranks.
+OF_RANK = ("env", "returns", "rewards", "state", "ring")
 
 
 def whole_state(state: dict) -> dict:
-    """The state of the whole run, from the state of this rank. All ranks must call it."""
-    if rank_and_size()[1] == 1:
-        return state
-    return _map_state(state, gather, lambda clipped: all_reduce([clipped])[0])
+    """The state of the whole run, from the state of this rank. All ranks must call it.
 
-
-def part_of(state: dict) -> dict:
-    """This rank's part of the state of a whole run, which was saved with any number of ranks.
-
-    Only rank 0 continues the count of clipped values.
+    With several ranks, `ranks` has what each has of its own, on the CPU.
     """
-    rank, size = rank_and_size()
+    size = rank_and_size()[1]
     if size == 1:
         return state
-    return _map_state(state, lambda x: x.chunk(size)[rank], lambda clipped: clipped * (rank == 0))
+    buffer = io.BytesIO()
+    torch.save({name: state[name] for name in OF_RANK}, buffer)
+    buffers = [b""] * size
+    distributed.all_gather_object(buffers, buffer.getvalue())
+    ranks = [torch.load(io.BytesIO(x), "cpu", weights_only=True) for x in buffers]
+    return {name: x for name, x in state.items() if name not in OF_RANK} | {"ranks": ranks}
 
 
-def _map_state(state: dict, join: Callable, sum_clipped: Callable) -> dict:
-    """A state in which `join` is applied to each joined tensor, and `sum_clipped` to the ring's
-    `clipped`."""
+def state_of_rank(state: dict) -> dict:
+    """This rank's state, from that of a whole run.
 
-    def map_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
-        if name in SAME:
-            return x
-        return sum_clipped(x) if name == "clipped" else join(x)
-
-    def map_part(part):
-        if isinstance(part, torch.Tensor):
-            return join(part)
-        if part is None or "folder" in part:  # a ring in a folder has only its path
-            return part
-        return {name: map_tensor(name, x) for name, x in part.items()}
-
-    return {name: map_part(part) if name in JOINED else part for name, part in state.items()}
-
-
-class NoEvaluator:
-    """Takes the place of the Evaluator on other ranks than 0. Only rank 0 evaluates."""
-
-    def evaluate(self, learned: torch.nn.Module) -> float:
-        return math.nan
+    Raises ValueError if the run had another number of ranks.
+    """
+    rank, size = rank_and_size()
+    ranks = state.get("ranks", [{}])
+    if len(ranks) != size:
+        raise ValueError(f"resume is of {len(ranks)} processes and not of {size}: start as many")
+    return state | ranks[rank]

@@ -26,7 +26,6 @@ FREE = (
     "gamma",
     "lam",
     "clip",
-    "clip_by",
     "entropy_coef",
     "value_coef",
     "learning_rate",
@@ -124,7 +123,7 @@ def bytes_per_agent(config: Config, sizes: Sizes) -> int:
     shapes = shapes_of(config, sizes.features, sizes.num_actions)
     parameters = sum(outputs * (inputs + 1) for outputs, inputs in shapes)
     observations = (config.rows, config.num_envs, sizes.features, config.codec)
-    proximal = clips_by_learner(config, *matmuls_of(config))
+    proximal = clips_by_learner(config)
     ring = ring_bytes(*observations, sizes.action_size, proximal)
     precisions = {config.precision, config.collect_precision or "fp32"}
     is_rounded = precisions != {"fp32"} or config.formats

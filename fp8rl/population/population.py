@@ -27,7 +27,7 @@ from ..env import TensorEnv
 from ..evaluate import START_NOISE, Evaluator, evaluate
 from ..history import History, columns_of
 from ..losses import LossCoefficients, Targets, vtrace
-from ..machine.matmul_rounding import clips_by_learner, matmuls_of
+from ..machine.matmul_rounding import clips_by_learner
 from ..model import make_network
 from ..replay.ring import ReplayBuffer
 from ..returns import EpisodeReturns, RewardScale
@@ -205,9 +205,10 @@ class PopulationHistory(History):
         self.agents = agents
         self.failures: list[str | None] = [None] * agents
 
-    def _entry(self, number) -> np.ndarray:
+    def entry(self, number) -> np.ndarray:
         # A copy, because a view would keep all numbers that were read at once in memory.
-        return np.full(self.agents, number, np.float64)
+        # The agents' learning rates are a tensor [S, 1].
+        return np.full(self.agents, np.squeeze(number), np.float64)
 
     @property
     def last(self) -> dict[str, float]:
@@ -256,7 +257,7 @@ class Population(Run):
         common = configs[0]
         self.configs = configs
         self.agents = len(configs)
-        self.learning_rate = per_agent([config.learning_rate for config in settled])
+        learning_rate = per_agent([config.learning_rate for config in settled])
         seeds = torch.tensor([config.seed for config in configs], device=device)
         start_noise = [config.start_noise for config in configs]
         make_envs = functools.partial(environments, make_env)
@@ -265,7 +266,7 @@ class Population(Run):
         model = Agents(models, configs, device)
         places = [places_of(config.formats) for config in configs]
         scales = Scales([config.precision for config in configs], device)
-        optimizer = Adam(model.theta, self.learning_rate, places, model.sizes, seeds)
+        optimizer = Adam(model.theta, learning_rate, places, model.sizes, seeds)
         learner = PopulationLearner(
             self.agents,
             coefficients_of(settled, device),
@@ -278,11 +279,12 @@ class Population(Run):
         collector = Collector(env, model, scales, common.rollout_length, seeds)
         action_size = env.num_actions if env.distribution is Gaussian else 0
         ring_settings = (common.rows, env.num_envs, env.bounds, common.codec, device, action_size)
-        clips_apart = [clips_by_learner(config, *matmuls_of(config)) for config in configs]
+        clips_apart = [clips_by_learner(config) for config in configs]
         self.clips_apart = torch.tensor(clips_apart, device=device).unsqueeze(1)  # [S, 1]
         ring = PopulationRing(places, *ring_settings, proximal=any(clips_apart))
         evaluator = PopulationEvaluator(common.eval_episodes, scales.exact, make_envs)
         super().__init__(common, collector, learner, evaluator, ring)
+        self.learning_rate = learning_rate
         self.precisions = [config.precision for config in configs]
         self.recorded = PopulationHistory(self.agents)
         self.returns = EpisodeReturns((self.agents, common.num_envs), device)
@@ -291,10 +293,6 @@ class Population(Run):
         """The agents' histories in the order of `configs`."""
         of_agents = self.history.of_agents
         return [of_agents[self.configs.index(config)] for config in configs]
-
-    def learning_rate_at(self, iteration: int):
-        """The learning rates of an iteration: a number, or float32 [S, 1]."""
-        return self.config.annealed(self.learning_rate, iteration)
 
     def collect(self) -> Rollout:
         """Like Run.collect. For agents whose clip divides by the policy that acts, the proximal
@@ -313,28 +311,6 @@ class Population(Run):
         if rollout.action.is_floating_point():
             numbers.append((rollout.action.abs() > 1).float().mean((0, 2, 3)))
         return numbers
-
-    def record(self, row: dict, measurements, numbers: np.ndarray, seconds: float) -> None:
-        learning_rate = row["learning_rate"]
-        if isinstance(learning_rate, torch.Tensor):
-            row = row | {"learning_rate": learning_rate.squeeze(1).numpy()}
-        super().record(row, measurements, numbers.reshape(-1, self.agents), seconds)
-
-    def evaluate(self) -> np.ndarray:
-        """Mean greedy returns, float64 [S].
-
-        An agent whose return is not finite has failed, and its return becomes minus infinity.
-        """
-        history = self.history
-        returns = self.evaluator.evaluate(self.model)
-        for agent in np.flatnonzero(~np.isfinite(returns)):
-            precision = self.precisions[agent]
-            message = f"evaluation is not finite in {precision}: fix the environment's rewards"
-            self.stop(agent, ValueError(message))
-            returns[agent] = -math.inf
-        if len(history):
-            history.columns["eval_return"][-1] = returns
-        return returns
 
     def stop(self, agent: int, error: Exception) -> None:
         """Stops an agent: it takes no more steps, for the reason that the error tells."""

@@ -146,7 +146,7 @@ class Journal:
         for row in rows:
             history.add(row)
         history.failure = failure
-        self.histories[Config.of_file(config)] = history
+        self.histories[Config.of(config)] = history
 
 
 def summarize(

@@ -451,18 +451,13 @@ class Fused:
         self.advance = written(env, "advance", {"state": state, "action": action})
         self.observe = written(env, "observe", {"state": state})
 
-    def __deepcopy__(self, memo: dict) -> "Fused":
-        """The same object, because it holds no state of a run, and Triton's functions cannot be
-        copied."""
-        return self
-
     def __call__(
         self, model, env: TensorEnv, noise: torch.Tensor, starts: torch.Tensor, state: None = None
     ):
         """Does what rollout.unroll does, with the agents' present weights."""
         policy = self.acting(model)
         if policy is None:
-            return unroll(model.acting(), env, noise, starts, state)
+            return unroll(model, env, noise, starts, state)
         length = len(noise)
         count = env.num_envs
         F, _, A, _ = self.sizes

@@ -13,7 +13,6 @@ The agent's code counts in Python numbers and stores new tensors in its attribut
 puts tensors in place of these (`Held`), so the agent's code does not know that it is captured.
 """
 
-import contextlib
 import gc
 import time
 import warnings
@@ -23,19 +22,17 @@ from functools import cache
 import torch
 
 from ...replay.ring import Clock
+from ...train import Immediate, Measurements
 
 # Number of eager calls before the capture, on the same stream. They initialize libraries, and state
 # that is created lazily (Adam's, the scaler's).
 WARMUP = 3
-GRAPHED = ("cuda",)  # types of devices that have graphs
-# How many iterations may wait before the older half is read. The first iterations of a run, among
-# them the captured one, are read at once.
-AHEAD = 16
+AHEAD = 16  # how many iterations may wait before the older half is read
 
 
 def has_graphs(device: torch.device) -> bool:
     """Whether iterations can be launched as graphs on a device."""
-    return device.type in GRAPHED
+    return device.type == "cuda"
 
 
 class Graphed:
@@ -64,9 +61,9 @@ class Graphed:
             return result
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
-            on_device = torch.cuda.device(self.stream.device)
-            capture = torch.cuda.graph(graph, stream=self.stream)
-            with on_device, no_garbage_collection(), capture:
+            # Garbage may hold graphs of an earlier run, and to destroy one spoils a capture.
+            gc.collect()
+            with torch.cuda.device(self.stream.device), torch.cuda.graph(graph, stream=self.stream):
                 self.result = function()
             self.graph = graph
         self.graph.replay()
@@ -80,21 +77,6 @@ def stream_on(device: torch.device) -> torch.cuda.Stream:
     There is only one, because cuBLAS keeps memory for each stream until the process ends.
     """
     return torch.cuda.Stream(device)
-
-
-@contextlib.contextmanager
-def no_garbage_collection():
-    """A context in which Python collects no garbage.
-
-    Garbage may contain graphs of an earlier run, and destroying a graph spoils a capture.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class DeviceClock:
@@ -144,51 +126,37 @@ class Held:
         env = self.collector.env
         # Copies, because a task's starts may share memory.
         self.tensors = {name: getattr(env, name).clone() for name in env.NAMES}
-        self.collector.rollouts = self._counter(self.collector.rollouts, env.device)
-        env.draws = self._counter(env.draws, env.device)
-        run.iterations_run = self._counter(run.iterations_run, env.device)
+        for part, name in ((self.collector, "rollouts"), (env, "draws"), (run, "iterations_run")):
+            counter = torch.tensor(getattr(part, name), dtype=torch.int64, device=env.device)
+            setattr(part, name, counter)
         run.ring.clock = DeviceClock(run.ring.clock, run.ring.device)
-        if self.collector.model.recurrent:
-            size = (env.num_envs, self.collector.model.hidden_size)
-            self.state = torch.zeros(size, dtype=torch.float32, device=env.device)
-            if self.collector.state is not None:
-                self.state.copy_(self.collector.state)
-            self.collector.state = self.state
+        self.state = self.collector.state
         self.put_back()
-
-    @staticmethod
-    def _counter(number: int, device: torch.device) -> torch.Tensor:
-        return torch.tensor(number, dtype=torch.int64, device=device)
 
     def put_back(self) -> None:
         env = self.collector.env
         for name, tensor in self.tensors.items():
             setattr(env, name, tensor.copy_(getattr(env, name)))
-        if self.collector.state is not None:
+        if self.state is not None:
             self.collector.state = self.state.copy_(self.collector.state)
 
 
-class GraphQueue:
+class GraphQueue(Immediate):
     """Launches a run's iterations as graphs, several ahead of those that the host has read.
 
-    It has the methods of train.Immediate. While a GPU works on an iteration, the host launches the
+    While a GPU works on an iteration, the host launches the
     next ones. Their measurements wait in a queue, of which half is read at a time. Errors are
     noticed then, up to AHEAD iterations later.
     """
 
     def __init__(self, device: torch.device):
+        super().__init__()
         self.device = device
         self.graphed = Graphed(device)
         self.held: Held | None = None
-        self.launched = 0
         self.queue: list[tuple] = []  # iterations that were launched and not read yet
-        self.unchecked: list[tuple] = []  # iterations that were read and not checked yet
         # When the first iteration of the queue was launched, or when the queue was last read.
         self.began = 0.0
-
-    def __deepcopy__(self, memo: dict) -> "GraphQueue":
-        """A new queue for the copy of a run, which captures its own graph."""
-        return GraphQueue(self.device)
 
     @property
     def unread(self) -> int:
@@ -202,18 +170,14 @@ class GraphQueue:
             self.began = time.perf_counter()
         measurements = self.graphed(lambda: self._iteration(run))
         # Copies, because the next replay overwrites the tensors.
-        extremes = measurements.extremes.to("cpu", non_blocking=True, copy=True).numpy()
-        numbers = measurements.numbers.to("cpu", non_blocking=True, copy=True).numpy()
+        copies = [x.to("cpu", non_blocking=True, copy=True).numpy() for x in measurements]
         arrived = None
         if self.device.type == "cuda":
             arrived = torch.cuda.current_stream(self.device).record_event()
-        self.queue.append((row, measurements, numbers, extremes, arrived))
-        self.launched += 1
-        if self.launched <= AHEAD:
-            self._read(run, keep=0)
-        elif len(self.queue) == AHEAD:
+        self.queue.append((row, Measurements(*copies), arrived))
+        if len(self.queue) == AHEAD:
             # The GPU has the other half to work on, while this half is read.
-            self._read(run, keep=AHEAD // 2)
+            self.finish(run, keep=AHEAD // 2)
 
     def _iteration(self, run):
         """The iteration that is captured. It cannot check the rollout on the host."""
@@ -221,11 +185,7 @@ class GraphQueue:
         self.held.put_back()
         return measurements
 
-    def finish(self, run) -> None:
-        """Reads all iterations that were launched."""
-        self._read(run, keep=0)
-
-    def _read(self, run, keep: int) -> None:
+    def finish(self, run, keep: int = 0) -> None:
         """Reads all iterations but the last `keep`. Waits until a GPU has finished them.
 
         The seconds since the first of them was launched, or since the last reading, are split
@@ -241,13 +201,6 @@ class GraphQueue:
         seconds_each = (now - self.began) / count
         self.began = now
         for _ in range(count):
-            row, measurements, numbers, extremes, _ = self.queue.pop(0)
-            run.record(row, measurements, numbers, seconds_each)
-            self.unchecked.append((row["iteration"], measurements.updates, extremes))
-
-    def check(self, run) -> None:
-        """Raises the errors of `iterate`, for the iterations that were read since the last call."""
-        while self.unchecked:
-            iteration, updates, extremes = self.unchecked.pop(0)
-            run.check_rollout(extremes)
-            run.check_learning(iteration, updates)
+            row, measurements, _ = self.queue.pop(0)
+            run.record(row, measurements, seconds_each)
+            self.unchecked.append((row["iteration"], measurements))

@@ -49,15 +49,12 @@ def put_kernels_into(run: Run, acting: Callable | None) -> None:
     a function that makes the policies of a population from the network that acts: `Agents.acting`,
     or `as_population` for a single run. None leaves the steps as they are.
     """
-    for model in (run.model, run.collector.model, getattr(run.evaluator, "model", None)):
-        if model is not None:
-            quantize_by_kernel(model)
+    for model in (run.model, run.collector.model, run.evaluator.model or run.model):
+        quantize_by_kernel(model)
     env = run.env
     ring = run.ring
     learner = run.learner
-    targets = learner.compute_targets
-    devices = [env.device, ring.device, learner.device]
-    if not any(map(kernels_run, devices)):
+    if not any(map(kernels_run, (env.device, ring.device, learner.device))):
         return
     from .triton_kernels import recurrence, words
 
@@ -73,11 +70,11 @@ def put_kernels_into(run: Run, acting: Callable | None) -> None:
         ring.words = words
     if kernels_run(learner.device):
         vtrace_by_kernel = functools.partial(vtrace, recurrence=recurrence)
-        if targets is vtrace:
+        if learner.compute_targets is vtrace:
             learner.compute_targets = vtrace_by_kernel
         else:  # those of a population, whose targets and weights may be rounded stochastically
-            targets.vtrace = vtrace_by_kernel
-            targets.words = words
+            learner.compute_targets.vtrace = vtrace_by_kernel
+            learner.compute_targets.words = words
             learner.optimizer.words = words
 
 

@@ -141,7 +141,7 @@ def try_kernels(device: torch.device) -> bool:
         for result in (
             words(0, "starts", 0, 3, device),
             recurrence(few, few),
-            triton_quantize.quantize(few)[0].scale,
+            triton_quantize.in_layouts(few)[0].scale,
         ):
             result.cpu()  # waits for the kernel, so that an error is raised here
     except Exception as error:  # Triton, the compiler or the driver may raise anything

@@ -124,22 +124,11 @@ def in_layouts(
     """
     if torch.compiler.is_compiling() or not x.numel() or x.dtype not in fp8.INPUT_TYPES:
         return fp8.in_layouts(x, dtype, row_major, column_major)
-    return quantize(x, dtype, row_major, column_major)
-
-
-def quantize(
-    x: torch.Tensor, dtype: torch.dtype = E4M3, rows: bool = True, columns: bool = True
-) -> tuple[Quantized | None, Quantized | None]:
-    """`fp8.quantize` of a float32 or bfloat16 matrix [M, N], to E4M3 or E5M2, bit for bit.
-
-    The matrix must not be empty. Returns it row-major and column-major, or None in place of one
-    that is not wanted.
-    """
     x = x.contiguous()
     bits, scale = x.new_zeros((), dtype=torch.int32), x.new_empty((), dtype=torch.float32)
     data = [
         x.new_empty(shape if wanted else 0, dtype=dtype)
-        for shape, wanted in ((x.shape, rows), (x.shape[::-1], columns))
+        for shape, wanted in ((x.shape, row_major), (x.shape[::-1], column_major))
     ]
     grid = triton.cdiv(x.shape[0], TILE[0]) * triton.cdiv(x.shape[1], TILE[1])
     with torch.cuda.device_of(x):  # Triton launches on the current device
@@ -152,10 +141,11 @@ def quantize(
             tuple(x.shape),
             3 if dtype == E4M3 else 2,
             TILE,
-            rows + 2 * columns,
+            row_major + 2 * column_major,
             num_warps=8,
         )
     by_row, by_column = data
-    return Quantized(by_row, scale) if rows else None, Quantized(
-        by_column.t(), scale
-    ) if columns else None
+    return (
+        Quantized(by_row, scale) if row_major else None,
+        Quantized(by_column.t(), scale) if column_major else None,
+    )
