@@ -111,14 +111,17 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm) -> torch.Tensor:
     """Scales the gradients of parameters on one device so that their L2 norm together is at most
     `max_norm`, a number or a tensor.
 
-    Returns the norm before. It computes the same as `nn.utils.clip_grad_norm_`, with fewer calls if
-    the gradients are parts of one tensor.
+    Returns the norm before. It computes the same as `nn.utils.clip_grad_norm_`, with fewer calls,
+    and asks a GPU nothing.
     """
     joint = joint_gradient(parameters)
     if joint is None:
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
-    norm = torch.linalg.vector_norm(joint)
-    joint.mul_((max_norm * (norm + 1e-6).reciprocal()).clamp(max=1))
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    else:
+        gradients = [joint]
+        norm = torch.linalg.vector_norm(joint)
+    torch._foreach_mul_(gradients, (max_norm * (norm + 1e-6).reciprocal()).clamp(max=1))
     return norm
 
 
