@@ -220,7 +220,7 @@ class Ring:
     def sample(self, count, length):
         """`count` slices of `length` steps, side by side as a Rollout [length, count]."""
         oldest = self.write - self.stored  # may be negative
-        # The last step of a slice is in row write - 1 at most.
+        # Its last action is in row write - 1 at most, its last observation in row write.
         first = oldest + torch.randint(self.stored - length + 1, (count,))
         row = (first + torch.arange(length + 1).unsqueeze(1)) % self.rows  # [length + 1, count]
         cart = torch.randint(NUM_ENVS, (count,))
