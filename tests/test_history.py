@@ -73,6 +73,9 @@ def test_the_scale_of_rewards_by_hand_for_two_agents():
         means = keep * means + (1 - keep) * np.array([squares / 12, [1, 1]])
     np.testing.assert_allclose(scale.open.flatten(), G, rtol=1e-5)
     np.testing.assert_allclose(scale.scale.squeeze(1), np.sqrt(means[1] / means[0]), rtol=1e-5)
+    loaded = RewardScale((2, 2))
+    loaded.load_state_dict(scale.state_dict())
+    assert torch.equal(loaded.scale, scale.scale)
 
 
 def test_a_row_of_several_updates_by_hand():
