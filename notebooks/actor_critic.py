@@ -159,7 +159,7 @@ def standardized(advantage, valid):
 
 
 def loss_of(policy, logp, value, push, target, valid):
-    """The loss, a mean over valid rows. `push` is each action's weight."""
+    """The loss, a mean over valid rows. `push` multiplies each action's log-probability."""
     actor_loss = -(logp * push)[valid].mean()
     critic_loss = (value[:-1] - target)[valid].square().mean()
     entropy = policy.entropy()[valid].mean()
@@ -213,14 +213,14 @@ class Ring:
         length = len(rollout.action)
         row = (self.write + torch.arange(length + 1)) % self.rows
         for field, new in zip(self.fields, rollout, strict=True):
-            field[row[: len(new)]] = new  # observations have one row more
+            field[row[: len(new)]] = new  # observations have length + 1 rows, all else length
         self.write = int(row[-1])
         self.stored = min(self.stored + length, self.rows - 1)
 
     def sample(self, count, length):
         """`count` slices of `length` steps, side by side as a Rollout [length, count]."""
         oldest = self.write - self.stored  # may be negative
-        # Its last action is in row write - 1 at most, its last observation in row write.
+        # The slice's last action is in row write - 1 at the latest.
         first = oldest + torch.randint(self.stored - length + 1, (count,))
         row = (first + torch.arange(length + 1).unsqueeze(1)) % self.rows  # [length + 1, count]
         cart = torch.randint(NUM_ENVS, (count,))
