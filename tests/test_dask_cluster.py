@@ -79,7 +79,7 @@ def test_another_worker_goes_on_with_a_batch_from_where_it_was_saved(workers, tm
 
 
 def test_a_batch_that_nobody_waits_for_ends(workers):
-    config = small(steps=10**7, eval_every=0, eval_episodes=1)
+    config = small(steps=10**8, eval_every=0, eval_episodes=1)  # longer than PATIENCE
 
     def busy() -> int:
         return sum(len(worker.processing) for worker in workers.scheduler.workers.values())
