@@ -200,15 +200,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     dump.add_argument(
         "--precision",
-        help="what both programs compute in: fp32, tf32, fp16, bf16, int8, fp8, int4 or fp4; then "
-        "a gap that this cannot explain is a bug",
+        help="the coarsest format of engine, cache and learner: fp32, tf32, fp16, bf16, int8, fp8, "
+        "int4 or fp4; it says how large a gap is usual",
     )
     dump.add_argument(
         "--sound",
         type=Path,
         metavar="DUMP",
         help="a dump of the same programs that is known to be sound, such as one before the first "
-        "update; then a gap that is twice as large is a bug",
+        "update; it says how large a gap is usual, too",
     )
     dump.add_argument("--json", type=Path, metavar="FILE", help="also write the report to a file")
     if arguments[:1] == ["compare"]:

@@ -309,13 +309,13 @@ def mismatch(
     `clip`                        PPO's clip: how far a ratio may differ from 1
     `lengths`                     [sequences], the number of tokens of each sequence in a packed
                                   row: the differences of cumulated lengths (`cu_seqlens`)
-    `precision`                   what both programs claim to compute in, such as "bf16" or
-                                  "torch.bfloat16"; a gap that this cannot explain is then a bug
+    `precision`                   the coarsest format of engine, cache and learner, such as "bf16" or
+                                  "torch.bfloat16"; it says how large a gap is usual
     `tokens`                      the tokens' numbers in the vocabulary, in the same form; they show
                                   whether the same tokens differ everywhere
     `sound`                       a dump of the same two programs that is known to be sound, such as
-                                  one before the first update, as a dict of its arrays. A gap that
-                                  is twice as large is then a bug
+                                  one before the first update, as a dict of its arrays. It says how
+                                  large a gap is usual, too, and what it has as well is no symptom
 
     `learner_logp` may also be a dict that holds the arrays under these names, or under those of
     TRL, verl, OpenRLHF, SkyRL, ms-swift, NeMo-RL, slime or prime-rl, such as verl's `batch.batch`.
