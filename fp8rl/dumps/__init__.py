@@ -309,8 +309,8 @@ def mismatch(
     `clip`                        PPO's clip: how far a ratio may differ from 1
     `lengths`                     [sequences], the number of tokens of each sequence in a packed
                                   row: the differences of cumulated lengths (`cu_seqlens`)
-    `precision`                   the coarsest format of engine, cache and learner, such as "bf16" or
-                                  "torch.bfloat16"; it says how large a gap is usual
+    `precision`                   the coarsest format of engine, cache and learner, such as
+                                  "bf16" or "torch.bfloat16"; it says how large a gap is usual
     `tokens`                      the tokens' numbers in the vocabulary, in the same form; they show
                                   whether the same tokens differ everywhere
     `sound`                       a dump of the same two programs that is known to be sound, such as
