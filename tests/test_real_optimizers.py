@@ -138,6 +138,19 @@ def stepped(
     return doctor.report()
 
 
+def pushed(entries) -> list:
+    """The findings of steps that are shorter than half a spacing of bfloat16. Between them other
+    code moves the weights by whole spacings."""
+    weight = nn.Parameter(torch.ones(512))
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    doctor = Doctor(optimizer, formats=entries)
+    for _ in range(128):
+        weight.grad = torch.ones(512)
+        optimizer.step()
+        weight.data += 1 / 64
+    return doctor.report()
+
+
 def clamp(model, optimizer):
     """Changes weights in a way that their versions do not tell of."""
     for p in model.parameters():
@@ -248,6 +261,7 @@ FOUND = [  # a training, a real optimizer, its word, its rate, and part of its l
     (functools.partial(stepped, gradient=ones, updates=320), "bf16", "stalls", 0, "are frozen"),
     (slow_sgd, f"{HERE}:Kahan:bf16", "as float32", 1, "4 bytes a parameter"),
     (slow_sgd, "torch.optim:SGD:bf16", "stalls", 0, "2 bytes a parameter"),
+    (pushed, "bf16", "stalls", 0, "all tensors are frozen"),
     (
         functools.partial(adamw, lr=1e-2),
         "bf16",
