@@ -20,7 +20,7 @@ import torch
 
 from . import rng
 from .bits.low_bit_adam import LowBitAdam
-from .bits.places import Places, places_of
+from .bits.places import Places
 from .config import Config
 from .disk.mapped_ring import MappedRing
 from .disk.restore import restore
@@ -37,11 +37,10 @@ from .model import ActorCritic, make_network, parameters_in_order
 from .normalization import NETWORKS
 from .population.batches import require_one_population
 from .population.population import Agents, Population
-from .precision import Precision
 from .replay.ring import ReplayBuffer
 from .returns import RewardScale
 from .rollout import Collector
-from .tasks.environments import env_maker, normalizes_observations, tensor_task
+from .tasks.environments import env_maker, tensor_task
 from .train import Learner, Run
 
 # First seed of Gymnasium's environments in evaluations, so that their starts differ from those of
@@ -57,13 +56,9 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None) ->
     MemoryError if the run does not fit into memory, and the errors of MappedRing and GymEnv.
     """
     rank, size = processes.rank_and_size()
-    ring_plan = plan_run(config, machine, size)
-    task = tensor_task(config, machine.vectorization)
-    normalizes = normalizes_observations(config)
-    places = places_of(config.formats)
-    learning = Precision(config.precision, machine.on("learn"))
-    acting = Precision(config.acting_precision, machine.on("collect"), "collect_precision")
-    evaluating = Precision(config.precision, machine.on("evaluate"))
+    learning, acting, evaluating, places, task, normalizes, ring_plan = plan_run(
+        config, machine, size
+    )
     all_reduce = processes.all_reduce if size > 1 else no_all_reduce
     seed = rng.seed_of(config.seed, "weights", rank) if rank else config.seed
 

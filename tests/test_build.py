@@ -119,8 +119,8 @@ def test_a_run_is_made_of_what_config_and_machine_ask_for():
     for fields, proximal in (({}, True), ({"clip": None}, False)):
         run = build(small(collect_precision="fp8", **fields))
         assert run.collector.model is not run.model and run.ring.proximal is proximal
-    assert plan_run(small(), processes=2).num_envs == 8
-    assert plan_run(small(), Machine(memmap="ring")).rows == 1_250
+    assert plan_run(small(), processes=2).ring.num_envs == 8
+    assert plan_run(small(), Machine(memmap="ring")).ring.rows == 1_250
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_run_is_made_of_what_config_and_machine_ask_for():
 def test_a_plan_foresees_the_bytes_of_the_ring(fields):
     config = small(**fields)
     with contextlib.closing(build(config)) as run:
-        plan = plan_run(config)
+        plan = plan_run(config).ring
         assert (run.ring.nbytes, run.ring.rows) == (ring_bytes(*plan), plan.rows)
 
 

@@ -44,7 +44,7 @@ def predict_and_measure(
         free_on_disk(machine.memmap) if machine.memmap else hardware.available(machine.on("store"))
     )
     with contextlib.redirect_stdout(sys.stderr):  # what an environment prints is no result
-        plan = plan_run(config, machine)
+        plan = plan_run(config, machine).ring
         rows = plan.rows * plan.num_envs
         with contextlib.closing(build(config, machine)) as run:
             ring = run.ring

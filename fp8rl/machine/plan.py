@@ -1,4 +1,4 @@
-"""Whether a machine can do what a config asks for, and the settings of the replay ring.
+"""Whether a machine can do what a config asks for, and what follows from both.
 
 Everything is checked before anything is allocated or written, also for a run that would not fit
 into this machine's memory, to learn that it does not fit. Errors name the field and what to use
@@ -33,17 +33,30 @@ class RingPlan(NamedTuple):
     proximal: bool  # whether the ring stores the learner's own log-probabilities
 
 
-def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> RingPlan:
-    """Checks a run of a config on a machine, shared by this many processes, and plans its ring.
+class Plan(NamedTuple):
+    """What follows from a config and a machine, of which `build.build` makes the parts of a run."""
+
+    learning: Precision
+    acting: Precision
+    evaluating: Precision
+    places: Places  # what is kept in few bits
+    task: type | None  # None for an environment of Gymnasium
+    normalizes: bool  # whether the network standardizes observations
+    ring: RingPlan
+
+
+def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Plan:
+    """Checks a run of a config on a machine, shared by this many processes, and plans it.
 
     Allocates and writes nothing, but makes one environment to learn its sizes. Raises ValueError
     for settings that do not work together or that the machine cannot do, and MemoryError if the
     network, a rollout or batch, or a ring in memory does not fit into memory.
     """
-    Precision(config.precision, machine.on("learn"))
-    Precision(config.acting_precision, machine.on("collect"), "collect_precision")
-    Precision(config.precision, machine.on("evaluate"))
-    check(config, machine, places_of(config.formats), processes)
+    learning = Precision(config.precision, machine.on("learn"))
+    acting = Precision(config.acting_precision, machine.on("collect"), "collect_precision")
+    evaluating = Precision(config.precision, machine.on("evaluate"))
+    places = places_of(config.formats)
+    check(config, machine, places, processes)
     hardware.require_room(
         "a network with a rollout or batch",
         bytes_of_network(config) + bytes_at_work(config) // processes,
@@ -51,17 +64,18 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Rin
         machine.on("learn"),
     )
 
-    sizes = sizes_of(config, tensor_task(config, machine.vectorization))
+    task = tensor_task(config, machine.vectorization)
+    normalizes = normalizes_observations(config)
+    sizes = sizes_of(config, task)
     shapes = shapes_of(config, sizes.features, sizes.num_actions)
     learner, actor = matmuls_of(config)
     roundings_of_network(learner, shapes)
     roundings_of_network(actor, shapes, "collect_precision")
 
     codec = config.codec
-    is_fine = sizes.obs_type == torch.float64 and normalizes_observations(config)
-    if is_fine and codec == "fp32":
+    if sizes.obs_type == torch.float64 and normalizes and codec == "fp32":
         codec = "fp64"
-    plan = RingPlan(
+    ring = RingPlan(
         # A ring in a folder may serve later runs, so it has the whole capacity.
         rows=config.capacity // config.num_envs if machine.memmap else config.rows,
         num_envs=config.num_envs // processes,
@@ -73,11 +87,11 @@ def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Rin
     if not machine.memmap:
         hardware.require_room(
             "replay",
-            ring_bytes(*plan),
+            ring_bytes(*ring),
             "lower capacity, choose a one-byte codec, or store it in a memmap folder",
             machine.on("store"),
         )
-    return plan
+    return Plan(learning, acting, evaluating, places, task, normalizes, ring)
 
 
 def check(config: Config, machine: Machine, places: Places, processes: int) -> None:
