@@ -203,6 +203,12 @@ def test_an_agent_clips_by_its_own_rule_beside_agents_with_another():
     assert beside.ring.proximal and not without.ring.proximal
     assert_same_agents(without, beside, others)
     assert not torch.equal(theta(without, last), theta(beside, by_learner))
+    # Here the learner's log-probabilities differ in the last bits, as all rows are computed at once
+    alike = Config("fp8", env_id="fp8rl/Lqr-v0", **SHORT)
+    configs = [alike, dataclasses.replace(alike, collect_precision="bf16")]
+    batch = by_agent(trained(build_population(configs)).collect(), 2)
+    same = (batch.proximal_logp == batch.behavior_logp).all((0, 2))
+    assert same.tolist() == [True, False]
 
 
 @together

@@ -279,9 +279,9 @@ class Population(Run):
         collector = Collector(env, model, scales, common.rollout_length, seeds)
         action_size = env.num_actions if env.distribution is Gaussian else 0
         ring_settings = (common.rows, env.num_envs, env.bounds, common.codec, device, action_size)
-        # The learner's log-probabilities of an agent that acts as it learns are those of its actor.
-        proximal = any(map(clips_by_learner, configs))
-        ring = PopulationRing(places, *ring_settings, proximal=proximal)
+        clips_apart = [clips_by_learner(config) for config in configs]
+        self.clips_apart = torch.tensor(clips_apart, device=device).unsqueeze(1)  # [S, 1]
+        ring = PopulationRing(places, *ring_settings, proximal=any(clips_apart))
         evaluator = PopulationEvaluator(common.eval_episodes, scales.exact, make_envs)
         super().__init__(common, collector, learner, evaluator, ring)
         self.learning_rate = learning_rate
@@ -293,6 +293,16 @@ class Population(Run):
         """The agents' histories in the order of `configs`."""
         of_agents = self.history.of_agents
         return [of_agents[self.configs.index(config)] for config in configs]
+
+    def collect(self) -> Rollout:
+        """Like Run.collect. Agents whose actor rounds as their learner does clip by the policy that
+        acted. The learner's log-probabilities may differ from its in the last bit."""
+        rollout = super().collect()
+        if rollout.proximal_logp is None:
+            return rollout
+        batch = by_agent(rollout, self.agents)
+        proximal_logp = torch.where(self.clips_apart, batch.proximal_logp, batch.behavior_logp)
+        return rollout._replace(proximal_logp=proximal_logp.flatten(1))
 
     def measure_once(self, rollout: Rollout) -> list[torch.Tensor]:
         """Like Run.measure_once, with [S] of each number."""
