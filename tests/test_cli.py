@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from helpers import SIZED, refusal, rows_of_csv, run_cli, small
@@ -85,6 +86,14 @@ def test_eval_repeats_the_last_evaluation_or_samples_or_computes_in_another_prec
     *_, last = rows_of_csv(trained / "metrics.csv")
     assert greedy == pytest.approx(float(last["eval_return"]), rel=1e-6)
     assert 0 < sampled <= 200 and len({greedy, sampled, in_fp8}) == 3
+
+
+def test_eval_refuses_returns_that_are_not_finite(trained, monkeypatch, capsys):
+    monkeypatch.setattr("fp8rl.cli.evaluate.evaluate", lambda *arguments: np.array([1, np.inf]))
+    with pytest.raises(SystemExit):
+        run_cli("eval", trained, "--json")
+    said = capsys.readouterr()
+    assert "evaluation is not finite in bf16" in said.err and not said.out
 
 
 # Studies

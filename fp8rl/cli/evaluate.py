@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import tyro
 
 from ..build import FIRST_EVALUATION_SEED
@@ -48,6 +49,11 @@ def evaluate_run(
         starts = (START_NOISE, "cpu", seed, "evaluation starts")
         with contextlib.closing(make_env(episodes, *starts)) as env:
             returns = evaluate(computes.prepare(model), env, computes, greedy, seed).astype(float)
+    if not np.isfinite(returns).all():
+        raise FloatingPointError(
+            f"evaluation is not finite in {config.precision}: fix the environment's rewards, or "
+            "train again"
+        )
     result = {
         "mean_return": float(returns.mean()),
         "std_return": float(returns.std()),
