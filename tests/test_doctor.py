@@ -24,7 +24,7 @@ from fp8rl.doctor import Doctor
 from fp8rl.doctor.findings import judge
 from fp8rl.doctor.keep import Keep
 from fp8rl.doctor.rows import FormatRows, RowShadow
-from fp8rl.doctor.ruler import Reading, Ruler, Sample
+from fp8rl.doctor.ruler import Reading, Ruler, Sample, WindowSums
 
 EXACT = ("weights=fp32", "m=fp32", "v=fp32", "root=fp32")
 
@@ -203,7 +203,7 @@ def test_windows_are_those_of_a_training_that_is_really_kept_in_few_bits(text):
         low = weights_of_steps(*two_groups())
     ruler = rows_of(doctor).ruler
     for window in (1, 2):  # the first one begins before Keep has rounded the weights
-        sums = ruler.windows[window].at(0)
+        sums = WindowSums(*ruler.measured[window]).at(0)
         d, moved = (x[8 * window + 7] - x[8 * window - 1] for x in (exact, low))
         assert sums.rate(ruler.weight) == pytest.approx(moved @ d / (d @ d), rel=1e-3)
         noise = (moved - d).norm() / d.norm()
@@ -337,6 +337,15 @@ def test_a_sample_has_enough_of_each_tensor_and_its_numbers_count_alike():
     assert Sample(tensors * 100, 512, seed=0).followed.max() == Sample.LEAST_PER_TENSOR == 64
     # No more than the largest tensor has
     assert Sample(tensors, 10**9, seed=0).numbers_per_tensor == 1000
+
+
+def test_few_numbers_are_read_at_once_and_many_by_tensor(monkeypatch):
+    tensors = [torch.randn(n) for n in (1000, 100, 40, 1)]
+    sample = Sample(tensors, 512, seed=0)
+    at_once = sample.read([*tensors, *(-x for x in tensors)])
+    monkeypatch.setattr(Sample, "FEW", 1000)
+    by_tensor = sample.read([*tensors, *(-x for x in tensors)])
+    assert torch.equal(at_once, by_tensor)
 
 
 def test_rates_through_the_training_are_by_tensor():

@@ -283,6 +283,21 @@ def train(steps):
         p.square().sum().backward()
         optimizer.step()
 """
+# Its operators are taken away when the process ends
+OWN = """
+import torch
+
+@torch.library.custom_op("own::descend", mutates_args=["x"])
+def descend(x: torch.Tensor, y: torch.Tensor, rate: float) -> None:
+    x.sub_(y, alpha=rate)
+
+class Own(torch.optim.Adam):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                torch.ops.own.descend(p, p.grad, group["lr"])
+"""
 ENDS = {
     "a thread, and a fork that trains, too": (
         "threading.Thread(target=train, args=[64]).start()\n"
@@ -302,6 +317,14 @@ def test_a_training_is_reported_at_its_end(line, signals, tmp_path):
     assert err.count("fp8rl.doctor:") == err.count("optimizer 0 (Adam)\n  weights=bf16: ") == 1
     (optimizer,) = json.loads((tmp_path / "r.json").read_text())["optimizers"]
     assert optimizer["steps"] == 64 or signals
+
+
+def test_a_real_optimizer_makes_the_last_steps_before_its_operators_are_gone(tmp_path):
+    (tmp_path / "script.py").write_text(f"{TRAINING}train(35)")
+    (tmp_path / "own.py").write_text(OWN)
+    case = Case("", words=("--formats", "optimizer=own:Own", "script.py"))
+    _, err, _ = ended(case, WATCH, tmp_path)
+    assert "longest step" in err and "not judged" not in err
 
 
 NO_STEP = "no optimizer of torch made a step: nothing was changed"

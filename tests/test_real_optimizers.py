@@ -12,11 +12,11 @@ from helpers import refused, run_doctor
 from torch import nn
 
 from fp8rl.bits.catalogue import CATALOGUE, read_real_optimizer
-from fp8rl.doctor import Doctor
-from fp8rl.doctor.copies import CopyShadow, blocks_of
+from fp8rl.doctor import Doctor, stand_ins
+from fp8rl.doctor.copies import blocks_of
 from fp8rl.doctor.keep import Keep
 from fp8rl.doctor.ruler import Sample
-from fp8rl.doctor.stand_ins import StandIns
+from fp8rl.doctor.stand_ins import Recorder, StandIns
 from fp8rl.doctor.watcher import shadow_steps
 
 HERE = "test_real_optimizers"  # the module in which optimizers of these tests are found
@@ -77,6 +77,16 @@ class Clipped(torch.optim.SGD):
     def step(self, closure=None):
         nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
         super().step()
+
+
+class Drawing(torch.optim.Adam):
+    """Draws random numbers."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p.add_(torch.randn_like(p), alpha=1e-4)
 
 
 class Kahan(torch.optim.SGD):
@@ -361,6 +371,14 @@ def test_script_s_own_class_is_the_control_whatever_other_code_changes(kind, cha
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_steps_that_are_replayed_at_once_are_those_of_one_by_one(change, monkeypatch):
+    formats = ("model=bf16", f"optimizer={HERE}:Drawing:bf16", "optimizer=torch.optim:Adam")
+    at_once = watched_changes(formats, "Adam", change)
+    monkeypatch.setattr(stand_ins, "AT_ONCE", 1)
+    assert str(watched_changes(formats, "Adam", change)) == str(at_once)
+
+
 def test_a_class_decides_of_stand_ins_as_of_their_tensors():
     shapes = [(4100,), (64, 64), (9000,), (300,), (4000,), (256, 260), (400,), (2048, 20)]
     tensors = [torch.randn(shape) for shape in shapes]
@@ -368,19 +386,17 @@ def test_a_class_decides_of_stand_ins_as_of_their_tensors():
         x.grad = torch.ones_like(x)
     optimizer = torch.optim.Adam([{"params": tensors[:7]}, {"params": tensors[7:]}])
     sample = Sample(tensors, 512, 0)
-    stand_ins = StandIns(optimizer, tensors, [0] * 7 + [1], sample, 256)
-    assert stand_ins.parts == [[0], [1, 5], [2], [3], [4], [6], [7]]
-    for part, stand_in in zip(stand_ins.parts, stand_ins.tensors, strict=True):
+    parts = StandIns(optimizer, tensors, [0] * 7 + [1], sample, 256)
+    assert parts.parts == [[0], [1, 5], [2], [3], [4], [6], [7]]
+    for part, stand_in in zip(parts.parts, parts.tensors, strict=True):
         for x in (tensors[t] for t in part):
             assert (len(stand_in) >= 4096) == (x.numel() >= 4096)
             assert (len(stand_in) % 256 == 0) == (x.numel() % 256 == 0)
     # 64 numbers of 16 blocks, alike within a block, are worth 16 numbers
     alike = torch.zeros(8, 64)
-    alike[5] = torch.randn(260)[stand_ins.sample.blocks[5]]
+    alike[5] = torch.randn(260)[parts.sample.blocks[5]]
     expected = float(alike[5].var()) / 16
-    assert stand_ins.sample.squared_errors(alike.numpy(), True)[5] == pytest.approx(
-        expected, rel=0.5
-    )
+    assert parts.sample.squared_errors(alike.numpy(), True)[5] == pytest.approx(expected, rel=0.5)
 
 
 def test_a_gpu_is_waited_for_once_a_window(monkeypatch):
@@ -388,7 +404,7 @@ def test_a_gpu_is_waited_for_once_a_window(monkeypatch):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     doctor = Doctor(optimizer, formats=["model=bf16", "optimizer=torch.optim:Adam"])
     watcher = doctor.patients[0].watcher
-    shadows = [x for x in watcher.shadows if isinstance(x, CopyShadow)]
+    shadows = [x for x in watcher.shadows if isinstance(x, Recorder)]
     waits = []  # by updates
 
     def counted(tensor, method, *arguments):

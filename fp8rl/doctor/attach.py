@@ -81,6 +81,9 @@ class Attached:
         self.hooks = kind(**self.arguments)
         if self.reports:
             self.hooks.tell = lambda text: say(f"fp8rl.doctor: {text}")
+        if self.command == "watch":
+            # Registered after torch's import, it is called before torch takes operators away
+            atexit.register(self.hooks.replay)
         self.context.enter_context(self.hooks.installed())
 
     def end(self) -> None:

@@ -31,10 +31,8 @@ from ..bits.catalogue import RealOptimizer
 from ..bits.notation import split_entry
 from . import first_line
 from .findings import NOT_JUDGED, SAME, Finding
-from .stand_ins import LEAST, StandIns, with_groups
-from .watcher import NOT_IN_PROPORTION, Shadow, Update, Watcher, dense, shadow_steps
-
-PLAIN = {"Tensor", "Parameter"}  # classes of tensors that keep their numbers as their dtype says
+from .stand_ins import LEAST, PLAIN, Recorder, Step, marks_of_state, with_groups
+from .watcher import NOT_IN_PROPORTION, Shadow, Tape, Watcher, dense, shadow_steps
 
 
 class OptimizerCopy:
@@ -101,7 +99,8 @@ class OptimizerCopy:
             return
         weights = [copy.clone() for copy in states]
         settings = [{**group} for group in self.optimizer.param_groups]
-        self.step_with({copy: torch.zeros_like(copy) for copy in states})
+        with self.alone():
+            self.step_with({copy: torch.zeros_like(copy) for copy in states})
         torch._foreach_copy_([*states], weights)
         for group, before in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(before)
@@ -114,7 +113,7 @@ class OptimizerCopy:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """A context for calls of the real optimizer.
+        """A context for steps of the real optimizer.
 
         Hooks of the script's optimizers can tell its steps from the script's, and it draws random
         numbers of its own.
@@ -154,7 +153,8 @@ class OptimizerCopy:
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes a step with the gradients and the settings that the script's optimizer has now.
 
-        Call it after the script's step. Gradients are copied, because a class may change them.
+        Call it after the script's step, and within `alone`. Gradients are copied, because a class
+        may change them.
         """
         for number, group in zip(self.groups, self.optimizer.param_groups, strict=True):
             for name in self.shared:
@@ -167,11 +167,10 @@ class OptimizerCopy:
         self.step_with(gradients)
 
     def step_with(self, gradients: dict[torch.nn.Parameter, torch.Tensor]) -> None:
-        """Makes a step with these gradients of the copies."""
+        """Makes a step with these gradients of the copies, within `alone`."""
         for copy, gradient in gradients.items():
             copy.grad = gradient
-        with self.alone():
-            self.optimizer.step()
+        self.optimizer.step()
         for copy in gradients:
             copy.grad = None
 
@@ -222,25 +221,6 @@ def take_over(state: dict, kept: dict) -> bool:
         elif isinstance(mine, int | float):
             kept[name] = type(mine)(value)
     return taken
-
-
-def marks_of_state(optimizer: torch.optim.Optimizer, waits: bool = True) -> bytes | list:
-    """What tells whether other code has changed the state of an optimizer.
-
-    It is some numbers of each tensor: a version of a tensor does not tell of a change through its
-    `data`. The versions are what can be had without waiting for a GPU, if `waits` is False.
-    """
-    tensors = [
-        x.detach()
-        for state in optimizer.state.values()
-        if isinstance(state, dict)
-        for x in state.values()
-        if type(x).__name__ in PLAIN and x.layout == torch.strided
-    ]
-    if not waits:
-        return [(id(x), x._version) for x in tensors]
-    some = [x.reshape(-1)[:: x.numel() // 64 + 1].float().cpu() for x in tensors]
-    return torch.cat(some).numpy().tobytes() if some else b""
 
 
 def tensors_in(x, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -430,10 +410,10 @@ def trained(
     real = OptimizerCopy(entry, script)
     with real.alone():
         _ = (torch.rand(1), random.random(), np.random.random()) if draws else ()
-    for of_step in gradients:
-        for p, gradient in zip(settings["params"], of_step, strict=True):
-            p.grad = gradient
-        real.step(script)
+        for of_step in gradients:
+            for p, gradient in zip(settings["params"], of_step, strict=True):
+                p.grad = gradient
+            real.step(script)
     return real
 
 
@@ -498,6 +478,7 @@ class CopyShadow(Shadow):
     `whole`    whether it runs on whole tensors, although its class treats blocks by themselves
     `tell`     is told how much memory it will take
 
+    `recorder`    whose steps it replays, on which stand-ins
     `blocks`      how it treats large tensors
     `copy`        None before the first step, and once it makes no more steps
     `reason`      why it is not judged; empty if it is
@@ -513,9 +494,12 @@ class CopyShadow(Shadow):
 
     `start`     sampled weights [2, T, P] at the beginning of the window
     `longest`   the longest step of each of the T tensors, [2, T], in learning rates
-    `recorded`  of each update since `look_back`: the farthest that a number of each tensor has
-                moved, [2, T], and the tensors' learning rates [T]
+    `tape`      of each update since `look_back`: the farthest that a number of each tensor has
+                moved, [2, T]
+    `rates`     of each of these updates: the tensors' learning rates [T]
     """
+
+    recorder: Recorder
 
     def __init__(
         self,
@@ -528,10 +512,8 @@ class CopyShadow(Shadow):
         super().__init__(watcher, [entry.text], length)
         self.entry = entry
         self.tell = tell
-        self.is_on_host = watcher.device.type == "cpu"
         self.blocks = blocks_of(entry, watcher.optimizer, watcher.device)
         self.block = 0 if whole else self.blocks.size
-        self.stand_ins: StandIns | None = None
         self.copy: OptimizerCopy | None = None
         self.reason = ""
         self.diverged = 0
@@ -543,9 +525,8 @@ class CopyShadow(Shadow):
         tensors = len(watcher.references)
         self.longest = np.zeros((2, tensors), np.float32)
         self.longest_ways = np.zeros(tensors)  # the script's, in a window
-        self.recorded: list[tuple[torch.Tensor, np.ndarray]] = []
-        self.learning_rates = np.zeros(max(watcher.group) + 1)  # of the groups; sums over updates
-        self.marks: bytes | list = b""  # of the state of the script's optimizer after a step
+        self.tape = Tape(length)
+        self.rates: list[np.ndarray] = []
 
     def attempt(self, what: str, function: Callable, *arguments):
         """Calls a function of the copy. A copy that fails makes no more steps."""
@@ -558,46 +539,17 @@ class CopyShadow(Shadow):
             if isinstance(error, ValueError) and text.startswith(self.entry.text):
                 self.reason = text.removeprefix(f"{self.entry.text}: ")
 
-    @torch.no_grad()
-    def before(self) -> None:
-        """Makes the copy at the first step. Later it is changed as other code has changed the
-        script's weights and the state of its optimizer since the last step."""
-        optimizer = self.watcher.optimizer
-        parameters = self.watcher.parameters
-        tears = self.stand_ins is not None and self.stand_ins.tears(parameters)
-        if tears:
-            self.look_back()
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes the copy, of an optimizer of the stand-ins. It begins where the script is, and so
+        it does once more when some parameters of a common stand-in have no gradient: each then has
+        a stand-in of its own."""
+        self.look_back()
         if self.reason or self.diverged:  # it makes no more steps
             return
-        if tears or self.stand_ins is None:
-            self.make_copy(optimizer, parameters)
-        elif self.marks_among(self.watcher.read) != self.marks:
-            stand_in = self.stand_ins.optimizer(optimizer, parameters, state=True)
-            self.attempt("failed", self.copy.take_state, stand_in)
-        if self.copy is None:
-            return
-        numbers = self.stand_ins.read(parameters)
-        change = numbers - self.stand_ins.numbers
-        # A NaN is a change, too. A GPU would have to be waited for.
-        if self.is_on_host and not change.any():
-            return
-        # A window then begins so far away that its way is the same as without the change
-        weights = self.weights()
-        self.stand_ins.numbers.copy_(numbers)
-        for copy, part in zip(self.copies(), self.stand_ins.split(change), strict=True):
-            copy += part.to(copy.dtype)
-        self.start += self.weights() - weights
-
-    def make_copy(self, optimizer, parameters: list[torch.Tensor]) -> None:
-        """Makes the copy. It begins where the script is, and so it does once more when some
-        parameters of a common stand-in have no gradient: each then has a stand-in of its own."""
-        is_first = self.stand_ins is None
+        is_first = self.copy is None
         sample = self.watcher.sample
-        group = self.watcher.group
-        self.stand_ins = StandIns(optimizer, parameters, group, sample, self.block, is_first)
-        self.ruler.sample = self.stand_ins.sample
-        stand_in = self.stand_ins.optimizer(optimizer, parameters, state=True)
-        self.copy = self.attempt("could not be made", OptimizerCopy, self.entry, stand_in)
+        self.ruler.sample = self.recorder.stand_ins.sample
+        self.copy = self.attempt("could not be made", OptimizerCopy, self.entry, optimizer)
         if self.copy is None:
             return
         self.remarks += self.copy.remarks
@@ -609,7 +561,7 @@ class CopyShadow(Shadow):
                 "gradient"
             )
             return
-        followed = len(self.stand_ins.numbers)
+        followed = len(self.recorder.numbers)
         # What it keeps and a gradient, and the script's weights and gradients in float32
         total = followed * (8 + self.blocks.bytes + 4)
         self.tell(
@@ -617,16 +569,14 @@ class CopyShadow(Shadow):
             f"about {total / 1e6:,.3g} MB"
         )
 
-    def marks_among(self, numbers: torch.Tensor) -> bytes | list:
-        """What tells whether other code has changed the state of the script's optimizer. `numbers`
-        were read by the watcher, Adam's moments at the end."""
-        if self.watcher.is_adam and self.is_on_host:
-            return numbers[-2 * len(self.watcher.references) :].numpy().tobytes()
-        return marks_of_state(self.watcher.optimizer, self.is_on_host)
+    def resume(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes over the state of an optimizer of the stand-ins, which other code has changed."""
+        if self.copy is not None:
+            self.attempt("failed", self.copy.take_state, optimizer)
 
     def copies(self) -> list[torch.Tensor]:
         """The copy's parameters, in the order of the stand-ins."""
-        return [self.copy.parameters[id(x)] for x in self.stand_ins.tensors]
+        return [self.copy.parameters[id(x)] for x in self.recorder.stand_ins.tensors]
 
     def weights(self) -> torch.Tensor:
         """The sampled weights of the script and of the copy, float32 [2, T, P].
@@ -639,69 +589,69 @@ class CopyShadow(Shadow):
         rests = [self.copy.optimizer.state.get(p, {}).get("kahan_comp") for p in copies]
         pairs = zip(copies, rests, strict=True)
         rests = [x if getattr(x, "shape", None) == p.shape else None for p, x in pairs]
-        numbers = [self.stand_ins.numbers, joined(copies), joined(dense(copies, rests))]
-        script, copy, rest = (x[self.stand_ins.positions].float() for x in numbers)
+        numbers = [self.recorder.numbers, joined(copies), joined(dense(copies, rests))]
+        positions = self.recorder.stand_ins.positions
+        script, copy, rest = (x[positions].float() for x in numbers)
         return torch.stack((script, copy + rest))
 
-    @torch.no_grad()
-    def after(self, update: Update) -> None:
-        """Lets the copy make the step that the script has made, and measures both."""
-        rates = np.array([settings.learning_rate for settings in update.settings])
-        self.learning_rates += rates
-        if self.copy is None:
+    def replay(self, steps: list[Step]) -> None:
+        """Lets the copy make steps that the script has made, and measures both."""
+        if self.copy is None or not steps:
             return
-        optimizer = self.watcher.optimizer
-        parameters = self.watcher.parameters
+        stand_ins = self.recorder.stand_ins
         updates = self.watcher.updates
-        before = joined(self.copies())
-        stand_in = self.stand_ins.optimizer(optimizer, parameters)
-        self.attempt(f"failed in step {updates}", self.copy.step, stand_in)
-        if self.copy is None:
-            return
-        numbers = self.stand_ins.read(parameters)
-        script = self.farthest(self.stand_ins.numbers, numbers)
-        copy = self.farthest(before, joined(self.copies()))
-        of_tensors = rates[self.watcher.group].astype(np.float32)
-        self.recorded.append((torch.stack((script, copy)), of_tensors))
+        copies = self.copies()
+        before, after = [], []
+        numbers = joined(copies)
+        with self.copy.alone():
+            for update, step in enumerate(steps, updates - len(steps) + 1):
+                if step.change is not None:
+                    self.displace(step.change)
+                    numbers = joined(copies)
+                before.append(numbers)
+                for x, gradient in zip(stand_ins.tensors, step.gradients, strict=True):
+                    x.grad = gradient
+                self.attempt(f"failed in step {update}", self.copy.step, step.optimizer)
+                if self.copy is None:
+                    return
+                numbers = joined(copies)
+                after.append(numbers)
+        copy = stand_ins.farthest(torch.stack(before), torch.stack(after))
+        script = torch.stack([step.farthest for step in steps])
+        for row in torch.stack((script, copy), 1):
+            self.tape.append(row)
+        self.rates += [step.rates for step in steps]
         if not self.bytes:
             sizes = self.watcher.sample.sizes.tolist()
-            stand_for = [[sizes[t] for t in part] for part in self.stand_ins.parts]
+            stand_for = [[sizes[t] for t in part] for part in stand_ins.parts]
             self.bytes, self.in_float32 = memory(
                 self.copy.optimizer, self.copies(), stand_for, self.blocks.fixed
             )
-        self.stand_ins.numbers.copy_(numbers)
-        self.marks = self.marks_among(update.after)
         if updates % self.length == 0:
             self.end_window()
 
-    def farthest(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        """The farthest that a number of each tensor has moved, float32 [T], in the order of the
-        parts, from all numbers [N] before a step and after it.
-
-        In 16 bits, a number moves by whole spacings, however short the step. So one spacing is
-        taken off.
-        """
-        moved = after.float() - before.float()
-        if after.dtype != torch.float32:
-            larger = torch.maximum(before.abs(), after.abs())
-            next_number = (larger.view(torch.int16) + 1).view(after.dtype)
-            spacing = (next_number.float() - larger.float()).nan_to_num()  # none beside infinity
-            moved = (moved.abs() - spacing).clamp(min=0)
-        return torch.stack(torch._foreach_max(moved.abs().split(self.stand_ins.counts)))
+    def displace(self, change: torch.Tensor) -> None:
+        """Moves the copy as other code has moved the script's numbers [N] between two steps. The
+        window then begins so far away that its way is the same as without that."""
+        stand_ins = self.recorder.stand_ins
+        weights = self.weights()
+        for copy, part in zip(self.copies(), stand_ins.split(change), strict=True):
+            copy += part.to(copy.dtype)
+        moved = self.weights() - weights
+        moved[0] = change[stand_ins.positions]
+        self.start += moved
 
     def look_back(self) -> None:
         """Looks at the steps since it did so last. A step that is longer than 10 of the script's
         longest ones is a leap. A copy whose weights are no longer finite ends."""
-        if not self.recorded:
+        if not self.rates:
             return
-        first = self.watcher.updates - len(self.recorded) + 1
-        distances, rates = zip(*self.recorded, strict=True)
-        self.recorded = []
-        # In the order of the tensors, [updates, 2, T]
-        steps = torch.stack(distances).cpu().numpy()[..., np.argsort(self.stand_ins.order)]
-        rates = np.broadcast_to(np.stack(rates)[:, None], steps.shape)
+        steps = self.tape.take().cpu().numpy()  # [updates, 2, T]
+        rates = np.broadcast_to(np.stack(self.rates)[:, None], steps.shape)
+        self.rates = []
         steps = np.divide(steps, rates, out=np.zeros_like(steps), where=rates > 0)
         script, copy = steps.swapaxes(0, 1)
+        first = self.watcher.updates - len(steps) + 1
         finite = np.isfinite(copy).all(1)
         if not finite.all():
             last = int(finite.argmin())
@@ -725,7 +675,7 @@ class CopyShadow(Shadow):
         self.look_back()
         if self.copy is None:
             return
-        sample = self.stand_ins.sample
+        sample = self.recorder.stand_ins.sample
         weights = self.weights()
         true, moved = (weights - self.start).cpu().numpy()
         lost = (moved == 0) & (true != 0)
@@ -776,7 +726,7 @@ class CopyShadow(Shadow):
         ]
         if self.in_float32:
             remarks.append(f"{self.in_float32} of {tensors} tensors stay in float32")
-        followed = len(self.stand_ins.numbers)
+        followed = len(self.recorder.numbers)
         total = self.watcher.sample.sizes.sum()
         if followed < total:
             remarks.append(f"all this on {followed:,} of {total:,} numbers")
@@ -797,7 +747,7 @@ class CopyShadow(Shadow):
         decay. Weight decay is all that moves it. The share is <d', d> / <d, d>, as for every rate.
         """
         optimizer = self.watcher.optimizer
-        rates = self.learning_rates / self.watcher.updates
+        rates = self.recorder.learning_rates / self.watcher.updates
         decays = [
             float(group.get("weight_decay") or 0) * lr
             for group, lr in zip(self.watcher.groups, rates, strict=False)

@@ -112,7 +112,8 @@ class Keep(Hooks):
         self.round_weights(optimizer)
         # A GradScaler tells a fused optimizer by `found_inf` to skip the step.
         if copy is not None and not getattr(optimizer, "found_inf", None):
-            copy.step(optimizer)
+            with copy.alone():
+                copy.step(optimizer)
             copy.give_back(optimizer)
 
     @refuses

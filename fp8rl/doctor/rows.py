@@ -32,6 +32,7 @@ from .ruler import Ruler, Sample, WindowSums, is_stochastic
 from .watcher import (
     GroupSettings,
     Shadow,
+    Tape,
     Update,
     Watcher,
     alive,
@@ -179,6 +180,7 @@ class RowShadow(Shadow):
             [x.stochastic] for x in self.rows.forms
         ]
         self.kept: np.ndarray | None = None
+        self.tape = Tape(length)  # what was read before and after each update
 
     def before(self) -> None:
         """Begins the first window, with the moments that the optimizer has now."""
@@ -208,11 +210,12 @@ class RowShadow(Shadow):
         self.moved = np.zeros_like(self.kept)  # by Adam's steps with each row's moments
         self.true = np.zeros_like(self.kept[0])  # how far float32's weights moved
         self.count = 0  # updates that have been replayed
-        self.recorded: list[Update] = []  # updates since the last replay
+        self.recorded: list[tuple] = []  # updates since the last replay, without their tensors
 
     def after(self, update: Update) -> None:
         """Records an update, and ends the window when it is full."""
-        self.recorded.append(update)
+        self.tape.append(torch.cat((update.before, update.after)))
+        self.recorded.append((update.steps, update.live, update.settings))
         if self.count + len(self.recorded) == self.length:
             self.replay()
         if self.count == self.length:
@@ -222,9 +225,10 @@ class RowShadow(Shadow):
 
     def replay(self) -> None:
         """Applies the updates that were recorded since the last replay to every row."""
-        *tensors, live, settings = zip(*self.recorded, strict=True)
+        steps, live, settings = zip(*self.recorded, strict=True)
         self.recorded = []
-        before, after, steps = (torch.stack(x).cpu().numpy() for x in tensors)
+        steps = torch.stack(steps).cpu().numpy()
+        before, after = np.split(self.tape.take().cpu().numpy(), [len(self.last)], axis=1)
         live = np.array(live)[..., None]
         settings = self.watcher.by_tensor(settings)
         count = len(self.watcher.references)
@@ -395,7 +399,8 @@ class AverageShadow(Shadow):
         self.x: np.ndarray | None = None  # float32's average, when it was read last
         self.rates: list[float] = []  # of each clear move towards the sources
         self.is_refuted = False  # whether it moved otherwise before it was known for an average
-        self.recorded: list[tuple] = []
+        self.tape = Tape(length)  # the average and what it averages, before each step
+        self.recorded: list[float] = []  # the rates
 
     @property
     def is_average(self) -> bool:
@@ -414,18 +419,21 @@ class AverageShadow(Shadow):
         if sources and not all(is_plain(x, self.device) for x in [*tensors, *sources]):
             return  # the script has moved them, or freed their memory
         rate = self.rate() if callable(self.rate) else self.rate
-        source = self.sample.read(sources) if sources else None
-        self.recorded.append((self.sample.read(tensors), source, rate))
+        read = [self.sample.read(x) for x in (tensors, sources or tensors)]
+        self.tape.append(torch.stack(read))
+        self.recorded.append(rate)
         if len(self.recorded) == self.length:
             self.replay()
 
     def replay(self) -> None:
         """Follows the average through what was recorded."""
-        for x, source, rate in self.recorded:
-            x = x.cpu().numpy()
+        if not self.recorded:
+            return
+        read = self.tape.take().cpu().numpy().copy()
+        for (x, source), rate in zip(read, self.recorded, strict=True):
             share = None
-            if self.x is not None and source is not None:
-                share = share_of_way(self.x, x, source.cpu().numpy())
+            if self.x is not None and self.sources:
+                share = share_of_way(self.x, x, source)
             if share is not None and math.isnan(share):
                 self.is_refuted = self.is_refuted or not self.is_average
                 self.x = None  # other code has changed it: begin again from there

@@ -45,6 +45,7 @@ class Sample:
     # confidence of 95% fewer than one in 20 of the tensor's numbers move (0.95^64 = 0.04), and it
     # is called frozen.
     LEAST_PER_TENSOR = 64
+    FEW = 2**16  # numbers of tensors that are read at once
 
     def __init__(self, tensors: Iterable[torch.Tensor], size: int, seed: int):
         tensors = list(tensors)
@@ -59,6 +60,8 @@ class Sample:
         for count in self.sizes.tolist():
             order = torch.randperm(count, generator=generator, device="cpu")
             self.index.append(order[picks % count].to(device))
+        begins = [0, *self.sizes.cumsum()[:-1].tolist()]
+        self.joint_index = torch.cat([x + n for x, n in zip(self.index, begins, strict=True)])
         self.followed = np.minimum(self.sizes, self.numbers_per_tensor)
         counts = self.followed[:, None]  # [T, 1]
         entry = np.arange(self.numbers_per_tensor)
@@ -76,6 +79,9 @@ class Sample:
         which give [K T, P].
         """
         times = len(tensors) // len(self.index)
+        if self.sizes.sum() <= self.FEW:  # each call takes longer than to copy the numbers
+            numbers = torch.cat([x.reshape(-1) for x in tensors]).view(times, -1)
+            return numbers.index_select(1, self.joint_index).view(len(tensors), -1)
         pairs = zip(tensors, self.index * times, strict=True)
         return torch.stack([x.reshape(-1).index_select(0, index) for x, index in pairs])
 
@@ -253,7 +259,7 @@ class Ruler:
     stochastically, windows count by how far float32 moves in them, because where it hardly moves, a
     rate is the shadow's own noise divided by next to nothing.
 
-    `windows`  the measurements of each window, [C, T]
+    `measured`  of each window the measurements, float64 [windows, 5, C, T], and room for more
     `numbers`  sums over windows for each number that is followed, from which standard errors
                follow, in consecutive parts of the training, each as long as the others but for the
                last one. A part is an array, float32 [2, C, T, P]: for each shadow and each number,
@@ -275,7 +281,8 @@ class Ruler:
         self.tensor_names = tensor_names
         self.steps = steps
         self.parts = parts
-        self.windows: list[WindowSums] = []
+        self.measured = np.empty((8, len(WindowSums._fields), len(texts), len(tensor_names)))
+        self.count = 0  # windows
         self.numbers: list[np.ndarray] = []
         self.windows_of_part = 1  # windows in a part of `numbers`
 
@@ -301,7 +308,7 @@ class Ruler:
             for part, of_steps in zip(sums, steps._replace(lost=sums.lost), strict=True):
                 part[len(part) - len(of_steps) :] = of_steps
         by_number = np.stack((np.broadcast_to(true * true, moved.shape), moved * true))
-        if len(self.windows) % self.windows_of_part:
+        if self.count % self.windows_of_part:
             self.numbers[-1] += by_number
         else:
             if len(self.numbers) == 8:
@@ -309,12 +316,16 @@ class Ruler:
                 self.numbers = [first + second for first, second in pairs]
                 self.windows_of_part *= 2
             self.numbers.append(by_number)
-        self.windows.append(sums)
+        # Arrays of each window would lie between those of the script, and hold its memory apart
+        if self.count == len(self.measured):
+            self.measured = np.concatenate((self.measured, np.empty_like(self.measured)))
+        self.measured[self.count] = sums
+        self.count += 1
 
     def reading(self, row: int) -> Reading | None:
         """What is measured of a shadow; None if no window is full, or nothing moved."""
         is_noisy = is_stochastic(self.texts[row])
-        if not self.windows:
+        if not self.count:
             return None
         windows = self.in_parts(row, self.parts)
         rates = windows.rate(self.weight)
@@ -323,7 +334,7 @@ class Ruler:
         whole = windows.mean()
         quarter = max(1, len(rates) // 4)
         every = self.in_parts(row, math.inf)
-        late = every.at(slice(-max(1, len(self.windows) // 4), None))
+        late = every.at(slice(-max(1, self.count // 4), None))
         numbers = np.array([part[:, row] for part in self.numbers], np.float64)
         late_numbers = numbers[-math.ceil(len(numbers) / 4) :].sum(0, keepdims=True)
         if is_noisy:
@@ -350,8 +361,8 @@ class Ruler:
     def in_parts(self, row: int, parts: float) -> WindowSums:
         """The means of one shadow's measurements over each of so many consecutive parts of the
         training, or over each window if there are fewer; [parts, T]."""
-        parts = min(parts, len(self.windows))
-        every = [np.array([x[row] for x in field]) for field in zip(*self.windows, strict=True)]
+        parts = min(parts, self.count)
+        every = self.measured[: self.count, :, row].swapaxes(0, 1).copy()
         means = [[x.mean(0) for x in np.array_split(field, parts)] for field in every]
         return WindowSums(*np.array(means))
 

@@ -42,6 +42,7 @@ from .findings import NOT_JUDGED, Finding, Report, listed, with_cures
 from .gradients import LookShadow, SumShadow
 from .rows import AVERAGES, LENGTH, AverageSearch, AverageShadow, RowShadow
 from .ruler import tensor_names
+from .stand_ins import Recorder
 from .watcher import Hooks, Watcher, alive, innermost_optimizer, modules_of_process, parameters_of
 
 FORMATS = (
@@ -197,9 +198,10 @@ class Doctor(Hooks):
             watcher.shadows.append(shadow)
             self.hooks += shadow.install(functools.partial(self.guarded, patient))
         tell = functools.partial(self.tell_cost, patient)
-        watcher.shadows += [
-            CopyShadow(watcher, entry, self.length, self.whole, tell) for entry in self.real
-        ]
+        copies = [CopyShadow(watcher, entry, self.length, self.whole, tell) for entry in self.real]
+        for block in dict.fromkeys(shadow.block for shadow in copies):
+            alike = [shadow for shadow in copies if shadow.block == block]
+            watcher.shadows += [Recorder(watcher, self.length, block, alike), *alike]
         if self.searches_averages:
             watcher.shadows.append(AverageSearch(watcher, self.known, self.length))
         patient.watcher = watcher
@@ -376,8 +378,16 @@ class Doctor(Hooks):
 
     # The report
 
+    def replay(self) -> None:
+        """Has real optimizers make the steps that they have not made yet."""
+        for patient in self.patients:
+            for shadow in patient.watcher.shadows if patient.watcher else ():
+                if isinstance(shadow, Recorder):
+                    self.guarded(patient, shadow.replay)
+
     def report(self) -> Report:
         """The findings so far, of the optimizers that the script had to the end, and notes."""
+        self.replay()
         report = Report()
         averages = []
         not_judged: dict[str, list[str]] = {}  # names by reason
@@ -413,7 +423,7 @@ class Doctor(Hooks):
         """
         shadows = self.patients[0].watcher.shadows
         ruler = {text: shadow.ruler for shadow in shadows for text in shadow.ruler.texts}[text]
-        windows = ruler.in_parts(ruler.texts.index(text), parts or len(ruler.windows))
+        windows = ruler.in_parts(ruler.texts.index(text), parts or ruler.count)
         return dict(zip(ruler.tensor_names, windows.rates.T, strict=True))
 
     def findings_of(self, watcher: Watcher) -> list[Finding]:

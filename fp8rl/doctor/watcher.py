@@ -88,6 +88,32 @@ class Update(NamedTuple):
         return self.after[len(self.live) : 2 * len(self.live)]
 
 
+class Tape:
+    """Tensors of one shape, one after the other, in memory that is taken once.
+
+    A tensor for each update, all of which are freed at the end of a window, would leave holes
+    between those of the script. The heap of glibc 2.36 then grows as long as a training does.
+
+    `length`  how many there are at most
+    """
+
+    def __init__(self, length: int):
+        self.length = length
+        self.rows: torch.Tensor | None = None
+        self.count = 0
+
+    def append(self, x: torch.Tensor) -> None:
+        if self.rows is None:
+            self.rows = x.new_empty((self.length, *x.shape))
+        self.rows[self.count].copy_(x)
+        self.count += 1
+
+    def take(self) -> torch.Tensor:
+        """All of them as one tensor, until others take their place."""
+        count, self.count = self.count, 0
+        return self.rows[:count]
+
+
 class Shadow:
     """What stands beside an optimizer and takes the same steps otherwise.
 
