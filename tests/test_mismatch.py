@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import tracemalloc
 import warnings
 
 import noise_dumps
@@ -388,6 +389,19 @@ FILLED = {  # where fillers are, the tokens that count, and words
     "prompts": (lambda place, ends, begin: place < begin, False, "the first"),
     "rows": (lambda place, ends, begin: ends % 3 == 0, False, "all tokens of"),
 }
+
+
+def test_a_large_dump_takes_less_than_sixty_bytes_a_token():
+    draw = np.random.default_rng(0)
+    actor = -draw.exponential(size=(256, 4000)).astype(np.float32)
+    learner = np.minimum(actor * draw.normal(1, 0.01, actor.shape), 0).astype(np.float32)
+    tokens, advantages = draw.integers(0, 1000, actor.shape), draw.normal(size=256)
+    mismatch(learner[:, :100], actor[:, :100])  # what is imported at first
+    tracemalloc.start()
+    mismatch(learner, actor, tokens=tokens, advantages=advantages)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 60 * actor.size
 
 
 @pytest.mark.parametrize(("whose", "constant"), [("actor", 0.0), ("learner", -100.0)])

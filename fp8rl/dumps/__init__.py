@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .dump import COARSE, LARGEST, TINY, Gap, arrays_of, gap_of
+from .dump import COARSE, LARGEST, TINY, Gap, arrays_of, gap_of, pieces
 from .rules import RULES, StackShare, kish, stack_table
 from .symptoms import (
     BITS_LEFT,
@@ -342,11 +342,12 @@ def mismatch(
     if sound is not None:
         sound, _ = without_fillers(Examined(**vars(gap_of(**arrays_of(sound)))))
     gap = Examined(**vars(gap_of(**arrays)), precision=precision, sound=sound)
+    numbers = numbers_of(gap, float(clip))
+    stacks = tuple(StackShare.of(*rule, gap) for rule in RULES)
     rest, fillers = without_fillers(gap)
     symptoms = symptoms_of(rest)
     probability = probability_of(rest, symptoms)
     verdict, causes = judge(rest, symptoms, probability)
-    numbers = numbers_of(gap, float(clip))
     notes = notes_on(gap, numbers.token_mult_prob_error, "mask" in arrays, fillers is not None)
     if fillers:
         says = f"{verdict}, of {max(bits_of(rest), 0):.1f} bits" if symptoms else verdict
@@ -363,7 +364,7 @@ def mismatch(
         symptoms=tuple(symptoms),
         precision=precision or "",
         numbers=numbers,
-        stacks=tuple(StackShare.of(*rule, gap) for rule in RULES),
+        stacks=stacks,
         notes=tuple(notes),
     )
 
@@ -406,21 +407,20 @@ def numbers_of(gap: Gap, clip: float) -> SimpleNamespace:
     `logp_diff_mean`, `logp_diff_max`
                             absolute difference of the log-probabilities, which TRL logs
     """
-    learner_probs = np.exp(gap.flat.learner)
-    actor_probs = np.exp(gap.flat.actor)
+    probabilities = of_probabilities(np.exp(gap.flat.learner), np.exp(gap.flat.actor))
     log_ratio = gap.flat.log_ratio
+    token_sample_size = kish(np.exp(log_ratio - log_ratio.max()))
     excess = gap.flat.excess  # ratio - 1
     is_used = gap.mask.any(1)
     by_sequence = gap.log_ratio.sum(1)[is_used]
     mean_length = float(gap.mask.sum(1)[is_used].mean())
     horizons = horizons_of(gap)
-    probs_difference = np.abs(learner_probs - actor_probs)
     return SimpleNamespace(
         bits=bits_of(gap),
         sequences=gap.sequences,
         tokens=len(log_ratio),
         mean_length=mean_length,
-        token_sample_size=kish(np.exp(log_ratio - log_ratio.max())),
+        token_sample_size=token_sample_size,
         sequence_sample_size=(
             kish(np.exp(by_sequence - by_sequence.max())) if gap.sequences > 1 else math.nan
         ),
@@ -436,18 +436,26 @@ def numbers_of(gap: Gap, clip: float) -> SimpleNamespace:
         clip=clip,
         **clipped_shares(gap, clip),
         token_mult_prob_error=float(np.exp(np.minimum(np.abs(log_ratio), LARGEST)).mean()),
-        probs_diff_mean=float(probs_difference.mean()),
-        probs_diff_max=float(probs_difference.max()),
-        probs_correlation=correlation(learner_probs, actor_probs),
+        **probabilities,
         logp_diff_mean=float(np.abs(log_ratio).mean()),
         logp_diff_max=float(np.abs(log_ratio).max()),
     )
 
 
+def of_probabilities(learner: np.ndarray, actor: np.ndarray) -> dict[str, float]:
+    """The numbers of a report that compare probabilities."""
+    difference = np.abs(learner - actor)
+    return {
+        "probs_diff_mean": float(difference.mean()),
+        "probs_diff_max": float(difference.max()),
+        "probs_correlation": correlation(learner, actor),
+    }
+
+
 def clipped_shares(gap: Gap, clip: float) -> dict[str, float]:
     """Shares of tokens that PPO's clip drops: those above, those below, and both of all tokens."""
-    is_above = 1 + gap.flat.excess > 1 + clip
-    is_below = 1 + gap.flat.excess < 1 - clip
+    ratio = 1 + gap.flat.excess
+    is_above, is_below = ratio > 1 + clip, ratio < 1 - clip
     if gap.advantages is None:
         return {
             "clipped_above": float(is_above.mean()),
@@ -505,12 +513,15 @@ def squares_of(gap: Examined, length: int) -> tuple[np.ndarray, np.ndarray]:
 
     Their sum over each sequence, [S], and the number of products that it has, [S].
     """
-    until = np.pad(np.cumsum(gap.log_ratio, axis=1), ((0, 0), (1, 0)))
     starts = np.arange(0, gap.mask.shape[1] - length + 1, length)
     is_whole = starts + length <= gap.lengths[:, None]  # the sequence has all of these tokens
-    product = until[:, starts + length] - until[:, starts]
-    squares = np.square(np.expm1(np.minimum(product, LARGEST)))
-    return np.where(is_whole, squares, 0.0).sum(1), is_whole.sum(1)
+    sums = []
+    for log_ratio, among in pieces(gap.log_ratio, is_whole):
+        until = np.pad(np.cumsum(log_ratio, axis=1), ((0, 0), (1, 0)))
+        product = until[:, starts + length] - until[:, starts]
+        squares = np.square(np.expm1(np.minimum(product, LARGEST)))
+        sums.append(np.where(among, squares, 0.0).sum(1))
+    return np.concatenate(sums), is_whole.sum(1)
 
 
 def horizon_of(length: int, spread: float) -> float:

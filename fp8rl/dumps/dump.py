@@ -21,7 +21,7 @@ left alone. Every error is a ValueError of one line that names the array and the
 import functools
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -88,6 +88,13 @@ TINY = 1e-12  # a standard deviation below this is only the error of arithmetic 
 # Log ratio to which larger ones are limited, in all numbers alike: so sums of squares of ratios
 # stay finite.
 LARGEST = 300.0
+AT_ONCE = 2**18  # tokens of which arrays are made where not all are needed at once
+
+
+def pieces(*arrays: np.ndarray) -> Iterable[tuple[np.ndarray, ...]]:
+    """Arrays in pieces along their first axis, of which those of the first have few tokens."""
+    count = min(len(arrays[0]), arrays[0].size // AT_ONCE + 1)
+    return zip(*(np.array_split(x, count) for x in arrays), strict=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,22 +138,31 @@ class Gap:
         moved = {k: np.take_along_axis(x, order, 1) for k, x in arrays.items() if x is not None}
         return replace(self, **moved)
 
-    @functools.cached_property
+    # Both are computed anew each time, which takes less time than memory
+
+    @property
     def log_ratio(self) -> np.ndarray:
         """log pi / mu, float64 [S, T]."""
         return np.subtract(self.learner, self.actor, dtype=np.float64)
 
-    @functools.cached_property
+    @property
+    def difference(self) -> np.ndarray:
+        """log pi / mu in the type of the log-probabilities, [S, T]."""
+        return self.learner - self.actor
+
+    @property
     def excess(self) -> np.ndarray:
-        """pi / mu - 1, [S, T], exact where it is tiny and finite where it is huge."""
+        """pi / mu - 1, float64 [S, T], exact where it is tiny and finite where it is huge."""
         return np.expm1(np.minimum(self.log_ratio, LARGEST))
+
+    def among(self, x: np.ndarray) -> np.ndarray:
+        """The numbers of an array [S, T] at the tokens that count, [tokens]."""
+        return x.ravel() if self.mask.all() else x[self.mask]
 
     @functools.cached_property
     def flat(self) -> "Gap":
         """The tokens that count alone, in arrays [tokens]."""
-        all_count = self.mask.all()
-        arrays = (self.learner, self.actor, self.mask)
-        return Gap(*(x.ravel() if all_count else x[self.mask] for x in arrays), self.step)
+        return Gap(*map(self.among, (self.learner, self.actor, self.mask)), self.step)
 
     @property
     def rms(self) -> float:
@@ -390,11 +406,12 @@ def gap_of(learner_logp, actor_logp, mask=None, advantages=None, lengths=None, t
             "advantages", rows_of_advantages(advantages, counts, is_used, lengths), counts
         )
         check("advantages", values, is_used & ~np.isfinite(values), "give finite numbers")
-        advantages = np.where(is_used, values, 0.0)
+        advantages = np.where(is_used, values, 0.0).astype(np.float32)
     if tokens is not None:
         values = padded("tokens", rows_of("tokens", tokens, lengths)[0], counts)
         check("tokens", values, is_token & (values != np.floor(values)))
         tokens = np.where(is_token, values, 0.0)
+        tokens = tokens.astype(np.int32 if np.abs(tokens).max() < 2**31 else np.int64)
     return Gap(
         np.where(is_used, learner, np.zeros_like(learner)),
         np.where(is_used, actor, np.zeros_like(actor)),
@@ -403,7 +420,7 @@ def gap_of(learner_logp, actor_logp, mask=None, advantages=None, lengths=None, t
         max(
             step_of_learner,
             step_of_actor,
-            *map(grid_of, (learner[is_used], actor[is_used])),
+            *(grid_of(logp[is_used]) for logp in (learner, actor)),
             2**-23,
         ),
         advantages,

@@ -98,12 +98,12 @@ def weigh(
     total = log_ratio.sum(dim, keepdim=True)
     count = log_ratio.shape[dim] if counts is None else counts
     statistic = {
-        "none": torch.zeros_like(log_ratio),
+        "none": torch.zeros_like(total).expand_as(log_ratio),
         "token": log_ratio,
         "product": total.expand_as(log_ratio),
         "mean": (total / count).expand_as(log_ratio),
     }
-    weight = statistic[rule.weight].clamp(-LARGEST, LARGEST).exp()
+    weight = statistic[rule.weight].clamp(-LARGEST, LARGEST).exp_()
     gate = statistic[rule.gate]
     tie = 1e-9  # by which the logarithm of a ratio that is a bound may miss that of the bound
     is_above = gate > math.log(rule.upper) + tie
@@ -132,7 +132,7 @@ def kish(weights: np.ndarray) -> float:
     if largest == 0:
         return math.nan
     weights = weights / largest  # the square of a huge weight overflows
-    return float(weights.sum() ** 2 / (len(weights) * np.square(weights).sum()))
+    return float(weights.sum() ** 2 / (len(weights) * np.vdot(weights, weights)))
 
 
 class StackShare(NamedTuple):

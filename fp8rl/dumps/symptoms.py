@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .dump import TINY, Gap
+from .dump import TINY, Gap, pieces
 
 FEW_TOKENS = 256  # with fewer tokens, chance alone reaches the limits
 FEW_SEQUENCES = 16  # with fewer sequences, sequences and positions are not compared
@@ -122,7 +122,7 @@ class Symptom(NamedTuple):
 
                  and the numbers and words of the sentence
     `places`     of a symptom of positions: which tokens have larger scores than which others
-                 (Examined.places), or by what numbers a rise is looked for: "place" or "columns".
+                 (PLACES), or by what numbers a rise is looked for: "place" or "columns".
                  Then there is no statistic
     """
 
@@ -155,27 +155,16 @@ class Examined(Gap):
     @functools.cached_property
     def place(self) -> np.ndarray:
         """The position of each token, [S, T]."""
-        return np.broadcast_to(np.arange(self.mask.shape[1]), self.mask.shape)
+        return np.broadcast_to(np.arange(self.mask.shape[1], dtype=np.int32), self.mask.shape)
 
-    @functools.cached_property
-    def places(self) -> dict[str, np.ndarray]:
-        """Tokens by where they are in their sequences, [S, T]."""
-        lengths = self.lengths[:, None]
-        third = np.where(lengths >= 12, lengths // 3, 0)
-        is_after = np.diff(self.columns, axis=1, prepend=self.columns[:, :1]) > 1
-        for _ in range(AFTER):
-            is_after = is_after | np.pad(is_after, ((0, 0), (1, 0)))[:, :-1]
-        return {
-            "all": self.mask,
-            "first": self.mask & (self.place == 0),
-            "beginning": self.mask & (self.place < 2),
-            "later": self.mask & (self.place >= FIRST),
-            "last": self.place == lengths - 1,
-            "just before": (self.place >= lengths - 1 - BEFORE) & (self.place < lengths - 1),
-            "after a hole": self.mask & is_after,
-            "first third": self.place < third,
-            "last third": self.mask & (self.place >= lengths - third),
-        }
+    def at(self, where: str) -> np.ndarray:
+        """Tokens by where they are in their sequences (PLACES), [S, T]."""
+        return self.mask & PLACES[where](self, self.lengths[:, None])
+
+    @property
+    def skipped(self) -> np.ndarray:
+        """How many tokens before each one do not count, [S, T]."""
+        return self.columns - self.place
 
     @functools.cached_property
     def bins(self) -> np.ndarray:
@@ -190,8 +179,7 @@ class Examined(Gap):
     def mean_of_bin(self, values: np.ndarray, among: np.ndarray) -> np.ndarray:
         """For each token, the mean of `values` over the tokens `among` in its bin, [S, T]."""
         bins = self.bins[among]
-        total = np.bincount(bins, values[among], minlength=32)
-        mean = total / np.maximum(np.bincount(bins, minlength=32), 1)
+        mean = sums_of(bins, values[among], 32) / np.maximum(sums_of(bins, groups=32), 1)
         return mean.astype(np.float32)[self.bins]
 
     def without_bins(self, values: np.ndarray) -> np.ndarray:
@@ -201,14 +189,14 @@ class Examined(Gap):
     @functools.cached_property
     def is_different(self) -> np.ndarray:
         """The tokens of which the programs do not say exactly the same, [S, T]."""
-        return self.mask & (self.log_ratio != 0)
+        return self.mask & (self.learner != self.actor)
 
-    @functools.cached_property
+    @property
     def size(self) -> np.ndarray:
-        """|d|, and what may have become 0 in a file with few bits, [S, T]."""
+        """|d|, and what may have become 0 in a file with few bits, float32 [S, T]."""
         lost = self.step * np.maximum(-self.actor, 1.0)
         lost = np.maximum(lost, 1e-4)  # smaller log ratios, such as float32 makes, are all alike
-        return (np.abs(self.log_ratio) + lost).astype(np.float32)
+        return (np.abs(self.difference) + lost).astype(np.float32)
 
     @functools.cached_property
     def typical(self) -> np.ndarray:
@@ -243,54 +231,54 @@ class Examined(Gap):
 
     def means_at(self, scores: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The places or columns that enough sequences have, and the mean in each."""
-        numbers = numbers[self.mask]
-        counts = np.bincount(numbers)
-        sums = np.bincount(numbers, scores[self.mask])
+        numbers = self.among(numbers)
+        counts = sums_of(numbers)
+        sums = sums_of(numbers, self.among(scores))
         enough = np.flatnonzero(counts >= FEW_SEQUENCES)
         return enough, sums[enough] / counts[enough]
 
     @property
     def share_of_mean(self) -> float:
         """The share of the squared gap that is there because the mean log ratio is not 0."""
-        return self.flat.log_ratio.mean() ** 2 / max(np.square(self.flat.log_ratio).mean(), TINY**2)
+        log_ratio = self.flat.log_ratio
+        return log_ratio.mean() ** 2 / max(np.square(log_ratio).mean(), TINY**2)
 
     def share_of_groups(
-        self, values: np.ndarray, group: np.ndarray, total: np.ndarray | None = None
+        self, values: np.ndarray, group: np.ndarray, total: float | None = None
     ) -> float:
         """The share of the squared gap that the mean of a token's group foretells in *other*
         sequences, of `values` and group numbers from 0, both [tokens].
 
-        With `total`, [tokens], it is the share of the squares of these. Of what has nothing to do
+        With `total`, it is a share of that in place of the squared gap. Of what has nothing to do
         with the groups it is 0 or less. Sequences are in eight parts, and the means are those of
         the other seven. A mean of few tokens is drawn to 0.
         """
-        total = self.flat.log_ratio if total is None else total
+        total = squared(self.difference) if total is None else total
         groups = int(group.max()) + 1
-        part = np.nonzero(self.mask)[0] % 8 * groups + group
-        size = 8 * groups
-        sums = np.bincount(group, values)[group] - np.bincount(part, values, size)[part]
-        counts = np.bincount(group)[group] - np.bincount(part, minlength=size)[part]
-        left = np.square(values - sums / (counts + SHRINK)).sum()
-        return float((np.square(values).sum() - left) / max(np.square(total).sum(), TINY**2))
+        part = np.repeat(np.arange(len(self.mask), dtype=np.int32) % 8 * groups, self.lengths)
+        part += group
+        sums, counts = (sums_of(part, x, 8 * groups).reshape(8, groups) for x in (values, 1.0))
+        means = ((sums.sum(0) - sums) / (counts.sum(0) - counts + SHRINK)).ravel()
+        left = sum(squared(x - means[places]) for x, places in pieces(values, part))
+        return (squared(values) - left) / max(total, TINY**2)
 
     @functools.cached_property
     def token_numbers(self) -> np.ndarray:
         """The tokens' numbers in the vocabulary, counted from 0 without those that do not occur,
-        [S, T]."""
-        numbers = np.zeros(self.mask.shape, int)
-        numbers[self.mask] = np.unique(self.tokens[self.mask], return_inverse=True)[1]
-        return numbers
+        int32 [S, T]; of the tokens that count."""
+        vocabulary = np.unique(self.among(self.tokens))
+        return np.searchsorted(vocabulary[:-1], self.tokens).astype(np.int32)
 
     def share_at(self, affected: np.ndarray) -> float:
         """The share of the squared gap that is there only because `affected` tokens, [S, T], have
         larger log ratios than the others."""
-        square = np.square(self.log_ratio)
+        square = np.square(self.difference)
         others = self.mask & ~affected
         if others.sum() < self.mask.sum() / 8:
             return 0.0  # of what is nearly everywhere, nothing can be said
-        usual = square[others].mean()
+        usual = square[others].mean(dtype=np.float64)
         surplus = (square[self.mask & affected] - usual).sum()
-        return float(np.clip(surplus / max(square[self.mask].sum(), TINY**2), 0, 1))
+        return float(np.clip(surplus / max(square.sum(dtype=np.float64), TINY**2), 0, 1))
 
     @functools.cached_property
     def contrasts(self) -> dict[str, tuple[float, float]]:
@@ -301,8 +289,13 @@ class Examined(Gap):
         if len(np.unique(self.columns[self.lengths > 0, 0])) == 1:
             del rows["a column"]  # all sequences begin in the same one
 
+        places = [
+            row.places if isinstance(row.places, str) else tuple(map(self.at, row.places))
+            for row in rows.values()
+        ]
+
         def measured(scores: np.ndarray) -> list[float]:
-            return [contrast(self, scores, row.places) for row in rows.values()]
+            return [contrast(self, scores, x) for x in places]
 
         observed = measured(self.centred)
         chances = np.zeros(len(rows))
@@ -313,6 +306,29 @@ class Examined(Gap):
             values = np.array([measured(self.rotated()) for _ in range(number)])
             chances = [x.mean() + CHANCE * x.std() for x in values.T]
         return dict(zip(rows, zip(observed, chances, strict=True), strict=True))
+
+
+# Tokens by where they are in sequences, of which the lengths [S, 1] are given
+PLACES = {
+    "all": lambda gap, lengths: gap.mask,
+    "first": lambda gap, lengths: gap.place == 0,
+    "beginning": lambda gap, lengths: gap.place < 2,
+    "later": lambda gap, lengths: gap.place >= FIRST,
+    "last": lambda gap, lengths: gap.place == lengths - 1,
+    "just before": lambda gap, lengths: (
+        (gap.place >= lengths - 1 - BEFORE) & (gap.place < lengths - 1)
+    ),
+    "after a hole": lambda gap, lengths: (
+        gap.skipped > gap.skipped[:, np.maximum(gap.place[0] - AFTER - 1, 0)]
+    ),
+    "first third": lambda gap, lengths: gap.place < third_of(lengths),
+    "last third": lambda gap, lengths: gap.place >= lengths - third_of(lengths),
+}
+
+
+def third_of(lengths: np.ndarray) -> np.ndarray:
+    """The length of a third of each sequence; 0 of short ones."""
+    return np.where(lengths >= 12, lengths // 3, 0)
 
 
 def symptoms_of(gap: Examined) -> list[Seen]:
@@ -364,6 +380,19 @@ def measure(name: str, gap: Examined) -> Seen | None:
 # Statistics that several symptoms need
 
 
+def sums_of(group: np.ndarray, values=1.0, groups: int = 0) -> np.ndarray:
+    """The sum of values in each group, float64 [groups], or how many there are."""
+    total = np.zeros(groups or int(group.max()) + 1)
+    for numbers, weights in pieces(group, np.broadcast_to(values, group.shape)):
+        total += np.bincount(numbers, weights, len(total))  # which makes arrays in 64 bits
+    return total
+
+
+def squared(x: np.ndarray) -> float:
+    """The sum of the squares."""
+    return float(np.vdot(x, x)) if x.dtype == np.float64 else float(np.square(x).sum(dtype=float))
+
+
 def standard_error(values: np.ndarray, mask: np.ndarray) -> float:
     """The standard error of the mean over the tokens that count, from sums over sequences.
 
@@ -379,7 +408,8 @@ def correlation(x: np.ndarray, y: np.ndarray) -> float:
     """Pearson's correlation, or 0 if `x` or `y` hardly varies."""
     if min(x.std(), y.std()) < TINY * max(abs(x).max(), abs(y).max()):
         return 0.0
-    return float(np.corrcoef(x, y)[0, 1])
+    x, y = (values - values.mean(dtype=np.float64) for values in (x, y))
+    return float(x @ y / np.sqrt((x @ x) * (y @ y)))
 
 
 def bits_of(gap: Gap, is_robust: bool = False) -> float:
@@ -420,10 +450,10 @@ def misplaced(gap: Examined) -> dict:
         is_inside = (place >= 0) & (place < gap.mask.shape[1])
         both = gap.mask & np.roll(gap.mask, offset, 1) & is_inside
         moved = gap.learner - np.roll(gap.actor, offset, 1)
-        own, there = (np.minimum(np.abs(x), 1.0) ** power for x in (gap.log_ratio, moved))
+        own, there = (np.minimum(np.abs(x), 1.0) ** power for x in (gap.difference, moved))
         gains = np.where(both, own - there, 0.0)
-        from_here = np.cumsum(gains[:, ::-1], axis=1)
-        return float(from_here.max(1).sum() / max(own.sum(), TINY))
+        from_here = np.cumsum(gains[:, ::-1], axis=1, dtype=np.float64)
+        return float(from_here.max(1).sum() / max(own.sum(dtype=np.float64), TINY))
 
     offset = max((1, -1, 2, -2), key=gain)
     return {
@@ -445,7 +475,7 @@ def reordered(gap: Examined) -> dict | None:
     if gap.sequences < FEW_SEQUENCES:
         return None
     spread = np.abs(gap.flat.actor - gap.flat.actor.mean()).mean()
-    own = np.minimum(np.square(gap.log_ratio), (5 * spread) ** 2)
+    own = np.minimum(np.square(gap.learner - gap.actor), (5 * spread) ** 2)
     missing = (0, 0), (0, -gap.mask.shape[1] % PIECE)
     learner, actor, mask, square = (
         np.pad(x, missing).astype(np.float32).reshape(len(own), -1, PIECE)
@@ -457,18 +487,19 @@ def reordered(gap: Examined) -> dict | None:
     is_moved = np.zeros_like(is_unlike)
     at_same_place = [(slice(None), piece) for piece in range(mask.shape[1])]
     in_same_sequence = [(row, slice(None)) for row in np.flatnonzero(is_unlike.any(1))]
-    for pieces in [*at_same_place, *in_same_sequence]:
-        if is_unlike[pieces].any():
-            common = mask[pieces] @ mask[pieces].T
-            distance = np.square(learner[pieces]) @ mask[pieces].T
-            distance += mask[pieces] @ np.square(actor[pieces]).T
-            distance -= 2 * learner[pieces] @ actor[pieces].T
+    for some in [*at_same_place, *in_same_sequence]:
+        if is_unlike[some].any():
+            common = mask[some] @ mask[some].T
+            distance = np.square(learner[some]) @ mask[some].T
+            distance += mask[some] @ np.square(actor[some]).T
+            distance -= 2 * learner[some] @ actor[some].T
             distance[common < PIECE / 2] = np.inf
             left = (distance / np.maximum(common, 1)).min(1)
-            fits = left < 0.1 * square[pieces] / np.maximum(count[pieces], 1)
-            is_moved[pieces] |= is_unlike[pieces] & fits
+            fits = left < 0.1 * square[some] / np.maximum(count[some], 1)
+            is_moved[some] |= is_unlike[some] & fits
     moved = is_moved.any(1)
-    share = own[moved].sum() / max(own.sum(), TINY**2)
+    of_rows = own.sum(1, dtype=np.float64)
+    share = of_rows[moved].sum() / max(of_rows.sum(), TINY**2)
     return {"value": share, "share": share, "moved": moved.sum()}
 
 
@@ -491,8 +522,9 @@ def truncated(gap: Examined) -> dict:
     Rare ratios far above 1 may be missing in a sample, or be all there is. So the mean must also be
     below 1 without the tokens whose log ratios are largest in size.
     """
-    below = -gap.flat.excess
-    size = np.abs(gap.flat.log_ratio)
+    excess = -gap.excess
+    below = gap.among(excess)
+    size = np.abs(gap.flat.learner - gap.flat.actor)
     is_usual = size <= np.quantile(size, 0.99)
     value = np.inf
     for tokens in (np.ones_like(is_usual), is_usual):
@@ -500,7 +532,7 @@ def truncated(gap: Examined) -> dict:
         spread = np.sqrt(np.square(below[tokens]).mean())
         kept = np.zeros_like(gap.mask)
         kept[gap.mask] = tokens
-        error = max(standard_error(gap.excess, kept), spread / np.sqrt(tokens.sum()))
+        error = max(standard_error(excess, kept), spread / np.sqrt(tokens.sum()))
         relative = mean / max(spread, TINY) if mean > 4 * error else 0.0
         value = min(value, float(relative))
     mean = below.mean()
@@ -527,18 +559,17 @@ def impossible(gap: Examined) -> dict:
     count = gap.mask.sum()
     # A file with few bits may have been rounded towards 0, by half a step on average.
     margin_of_file = 0.5 * gap.step * np.abs(gap.flat.actor).mean()
-    ratio = np.minimum(gap.excess, 1.0)
     value = 0.0
-    for values, log_factors, margin in (
-        (gap.log_ratio, gap.log_ratio, margin_of_file),
+    for is_bounded in (False, True):
+        values = np.minimum(gap.excess, 1.0) if is_bounded else gap.log_ratio
         # Noise of 0.2 nats on log-probabilities makes a mean ratio of 1.02.
-        (ratio, np.log1p(0.5 * ratio), margin_of_file + 0.02),
-    ):
-        surplus = values[gap.mask].mean() - margin
+        margin = margin_of_file + 0.02 * is_bounded
+        surplus = gap.among(values).mean() - margin
         # Tokens of a sequence may err together. Of few sequences, chance may make the error small.
-        spread = float(values[gap.mask].std() / np.sqrt(count))
+        spread = float(gap.among(values).std() / np.sqrt(count))
         error = max(standard_error(values, gap.mask), spread, TINY)
-        if log_factors[gap.mask].sum() - margin_of_file * count > 3.0:
+        log_factors = np.log1p(0.5 * values) if is_bounded else values
+        if gap.among(log_factors).sum() - margin_of_file * count > 3.0:
             value = max(value, float(surplus / error))
     return {
         "value": value,
@@ -559,14 +590,14 @@ def tempered(gap: Examined) -> dict:
     actor = gap.flat.actor
     if correlation(actor, gap.flat.learner) < 0.9:
         return {"value": 0.0, "slope": np.nan}
-    values = gap.flat.log_ratio - gap.flat.log_ratio.mean()
-    share = gap.share_of_groups(values, gap.bins[gap.mask])
+    log_ratio = gap.flat.log_ratio
+    share = gap.share_of_groups(log_ratio - log_ratio.mean(), gap.among(gap.bins))
     slope = float(actor @ gap.flat.learner / max(actor @ actor, TINY))
-    left = np.square(gap.flat.learner - slope * actor).sum() / np.square(gap.flat.log_ratio).sum()
+    left = np.square(gap.flat.learner - slope * actor).sum() / np.square(log_ratio).sum()
     if left < 0.01:
         share = 1 - left  # a multiple, which explains the mean as well
     bases = [base for base in BASES if abs(slope / base - 1) < 0.01 and left < 0.01]
-    along = correlation(actor, gap.flat.log_ratio) * gap.flat.log_ratio.std()
+    along = correlation(actor, log_ratio) * log_ratio.std()
     return {
         "value": share,
         "share": share,
@@ -586,12 +617,12 @@ def by_token(gap: Examined) -> dict | None:
     """
     if gap.precision in ("int8", "fp8", "int4", "fp4") or gap.tokens is None:
         return None
-    number = gap.token_numbers[gap.mask]
-    values = gap.without_bins(gap.log_ratio)
-    relative = np.clip(values / np.maximum(gap.typical, TINY), -4.0, 4.0)[gap.mask]
+    number = gap.among(gap.token_numbers)
+    values = gap.without_bins(gap.difference)
+    relative = gap.among(np.clip(values / np.maximum(gap.typical, TINY), -4.0, 4.0))
     return {
-        "value": gap.share_of_groups(relative, number, relative),
-        "share": gap.share_of_groups(values[gap.mask], number),
+        "value": gap.share_of_groups(relative, number, squared(relative)),
+        "share": gap.share_of_groups(gap.among(values), number),
     }
 
 
@@ -619,7 +650,7 @@ def unlike_sound(gap: Examined) -> dict | None:
     found = []
     for of in ("all", "beginning", "last", "last third"):
         k3 = [x.excess - x.log_ratio for x in (gap, gap.sound)]
-        tokens = [x.places[of] for x in (gap, gap.sound)]
+        tokens = [x.at(of) for x in (gap, gap.sound)]
         if not all(places.any() for places in tokens):
             continue  # such as the last third of short sequences
         here, there = (float(x[at].mean()) for x, at in zip(k3, tokens, strict=True))
@@ -646,7 +677,7 @@ def learned(gap: Examined) -> dict | None:
 
     actor = ranks(gap.actor)
     residuals = []
-    surplus = gap.without_bins(gap.log_ratio)
+    surplus = gap.without_bins(gap.difference)
     for x in (surplus, gap.advantages):
         rank = ranks(x)
         residuals.append(rank - actor * (rank @ actor) / (actor @ actor))
@@ -655,7 +686,7 @@ def learned(gap: Examined) -> dict | None:
     if min(norms) > 0:
         value = float(residuals[0] @ residuals[1] / (norms[0] * norms[1]))
     means = np.where(gap.mask, surplus, 0.0).sum(1)[is_used] / gap.lengths[is_used]
-    of_means = (gap.lengths[is_used] * np.square(means)).sum() / np.square(gap.log_ratio).sum()
+    of_means = (gap.lengths[is_used] * np.square(means)).sum() / squared(gap.difference)
     # The standard deviation of such a correlation is 1 / sqrt(S), if sequences are exchanged.
     return {
         "value": value,
@@ -679,19 +710,20 @@ def seen_before(gap: Examined) -> dict | None:
         numbers = numbers[:length]
         first[numbers[::-1]] = places[::-1]  # of equal ones the first is written last
         is_repeated[row, :length] = first[numbers] < places
-    relative = np.clip(gap.log_ratio / np.maximum(gap.typical, TINY), -3.0, 3.0)
-    relative = gap.without_bins(relative)
-    weight = gap.without_bins(is_repeated.astype(float))
-    total = max(np.square(weight).sum(), TINY)
-    difference = (weight * relative).sum() / total
-    rest = weight * (relative - weight * difference)
-    error = np.sqrt(np.square(rest.sum(1)).sum()) / total
-    values = gap.without_bins(gap.log_ratio)[gap.mask]
     # Penalties grow with a logit, so among tokens that occur again the bins differ
-    group = np.where(is_repeated, gap.bins + 1, 0)[gap.mask]
+    group = gap.among(np.where(is_repeated, gap.bins + np.int8(1), np.int8(0)))
+    share = gap.share_of_groups(gap.among(gap.without_bins(gap.difference)), group)
+    relative = np.clip(gap.difference / np.maximum(gap.typical, TINY), -3.0, 3.0)
+    relative = gap.without_bins(relative)
+    weight = gap.without_bins(is_repeated.astype(np.float32))
+    total = max(squared(weight), TINY)
+    difference = (weight * relative).sum(dtype=np.float64) / total
+    rest = relative - weight * np.float32(difference)
+    rest *= weight
+    error = np.sqrt(np.square(rest.sum(1, dtype=np.float64)).sum()) / total
     return {
         "value": abs(difference),
-        "share": gap.share_of_groups(values, group),
+        "share": share,
         "chance": CHANCE * error,
         "side": "higher" if difference > 0 else "lower",
     }
@@ -706,9 +738,9 @@ def heavy_tail(gap: Examined) -> dict:
     matter. If nearly all of these tokens are the first or the last of their sequences, that is
     named.
     """
-    size = np.abs(gap.log_ratio)
-    total = np.square(size[gap.mask]).sum()
-    value = np.sqrt(total / max(np.square(gap.typical[gap.mask]).sum(), TINY**2))
+    size = np.abs(gap.difference)
+    total = squared(size)
+    value = np.sqrt(total / max(squared(gap.among(gap.typical)), TINY**2))
     is_large = gap.mask & (size > 5 * gap.typical)
     squares = -np.sort(-np.square(size[is_large]))
     of_large = squares.sum()
@@ -719,7 +751,7 @@ def heavy_tail(gap: Examined) -> dict:
     kind, where = "heavy tail", "here and there"
     if np.square(size[is_large & (gap.place == 0)]).sum() > nearly_all:
         kind, where = "beginning", "at the first token of sequences"
-    if np.square(size[is_large & gap.places["last"]]).sum() > nearly_all:
+    if np.square(size[is_large & gap.at("last")]).sum() > nearly_all:
         kind, where = "last token", "at the last token of sequences"
     return {
         "value": value,
@@ -801,12 +833,12 @@ def rises_of(means: np.ndarray) -> np.ndarray:
     return after - before
 
 
-def contrast(gap: Examined, scores: np.ndarray, places: tuple[str, str] | str) -> float:
-    """How much larger scores are at some places than at others, or after a rise than before."""
+def contrast(gap: Examined, scores: np.ndarray, places: tuple | str) -> float:
+    """How much larger scores are at some tokens than at others, or after a rise than before."""
     if isinstance(places, str):
         _, means = gap.means_at(scores, getattr(gap, places))
         return float(rises_of(means).max(initial=0.0))
-    here, there = (gap.places[name] for name in places)
+    here, there = places
     if min(here.any(1).sum(), there.any(1).sum()) < FEW_SEQUENCES:
         return 0.0
     return float(scores[here].mean() - scores[there].mean())
@@ -827,7 +859,7 @@ def at_places(gap: Examined, row: Symptom, value: float, chance: float) -> dict:
         here = gap.mask & (numbers >= start) & (numbers < start + AFTER)
         there = gap.mask & (numbers < start) & (numbers >= start - BEFORE)
     else:
-        here, there = (gap.places[name] for name in row.places)
+        here, there = map(gap.at, row.places)
     found = {"value": value, "chance": chance, "times": np.exp(value), "start": start}
     if value > row.limit:
         medians = [np.median(gap.centred[tokens]) for tokens in (here, there)]
@@ -1079,7 +1111,7 @@ def fillers_of(logp: np.ndarray, other: np.ndarray, gap: Examined) -> np.ndarray
     # often expects such a token, so a smaller difference is enough.
     is_contradicted = is_zero & (other < -0.1)
     found = np.zeros_like(mask)
-    for is_place in (gap.places["last"], mask & (gap.place == 0)):
+    for is_place in (gap.at("last"), mask & (gap.place == 0)):
         tokens = is_contradicted & is_place
         elsewhere = rate(is_contradicted, mask & ~is_place)
         if tokens.sum() >= FEW and rate(is_contradicted, is_place) > max(0.5, 5 * elsewhere):
@@ -1163,7 +1195,7 @@ def whereabouts(tokens: np.ndarray, gap: Examined) -> tuple[str, str]:
             "These are greedy (temperature 0), or they were not recorded: mask them.",
         ),
         (
-            are_in(gap.places["last"]),
+            are_in(gap.at("last")),
             f"the last token of {of_sequences}",
             "An end token was appended that was not sampled: mask it.",
         ),
