@@ -7,6 +7,10 @@ what the doctor had said.
     python benchmarks/scripts.py run benchmarks/results/stacks_in_scripts.csv \\
         --cleanrl DIR --nanogpt DIR --mingpt DIR --examples DIR
     python benchmarks/scripts.py table benchmarks/results/stacks_in_scripts.md
+    python benchmarks/scripts.py sample benchmarks/results/sampled.md --cleanrl DIR --nanogpt DIR
+
+`sample` asks whether real optimizers on some blocks of each tensor say what they say on whole
+tensors: both stand beside the same trainings, those whose cost speed/arms.py measures.
 
 DIR are clones of vwxyzjn/cleanrl, karpathy/nanoGPT, karpathy/minGPT and pytorch/examples on GitHub.
 CleanRL needs gymnasium 0.29 and tensorboard; FP8RL_STRANGERS is prepended to PYTHONPATH for them.
@@ -25,6 +29,7 @@ import json
 import os
 import pickle
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +39,9 @@ import numpy as np
 from characters import characters
 from results import Journal, table_of, write_tables
 
+from fp8rl.bits.notation import TOLERATES
+from fp8rl.doctor import Doctor
+from fp8rl.doctor.copies import CopyShadow
 from fp8rl.doctor.findings import NOT_JUDGED, WORDS
 
 
@@ -143,6 +151,18 @@ SCRIPTS = {
     ),
 }
 SEEDS = (1, 2)
+BESIDE = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import scripts; "
+    "scripts.beside(*sys.argv[1:])"
+)
+# What watching is measured on
+WATCHED = {
+    "decoder": nano_gpt(64, 1000, "3e-4", "3e-4", 8, 384, 128, 8, 1),
+    "nanoGPT": nano_gpt(400, 1000, "3e-4", "3e-4", 4, 128, evaluations=1),  # its page's for a CPU
+    "ppo": PPO,
+    "td3": SCRIPTS["td3, Pendulum"],
+}
+WATCHING = "model=bf16 optimizer=torchao-8bit:eager optimizer=bnb-8bit optimizer=optimi-kahan"
 FOLDERS = ("cleanrl", "nanogpt", "mingpt", "examples")
 FLOAT32 = "float32"
 DOCTOR = ("-m", "fp8rl.doctor")
@@ -359,9 +379,68 @@ def line(script: str, stack: str, cases: list[Case]) -> dict[str, str]:
     }
 
 
+# Is a sample of blocks as good as whole tensors?
+
+
+def beside(script: str, *words: str) -> None:
+    """Runs a script beside real optimizers on blocks and on whole tensors. The last line of its
+    output has what both have found of each optimizer and stack: the word, whether another one is
+    possible, and of each tensor the rate with its error."""
+    doctors = [Doctor(formats=WATCHING.split(), whole=whole) for whole in (False, True)]
+    sys.argv = [script, *words]
+    sys.path[0] = str(Path(script).parent)
+    with doctors[0].installed(), doctors[1].installed():
+        runpy.run_path(script, run_name="__main__")
+    for doctor in doctors:
+        doctor.replay()
+    pairs = zip(*(map(of_patient, doctor.patients) for doctor in doctors), strict=True)
+    print(json.dumps([*pairs]))
+
+
+def of_patient(patient) -> dict[str, tuple]:
+    """What was found of an optimizer, by stack."""
+    found = {}
+    for shadow in patient.watcher.shadows:
+        if isinstance(shadow, CopyShadow):
+            (finding,) = shadow.findings(TOLERATES)
+            tensors = shadow.ruler.reading(0).tensors
+            found[finding.text] = (finding.verdict, "perhaps" in finding.why, tensors)
+    return found
+
+
+def agree(one: list[float], other: list[float]) -> bool:
+    """Whether two rates, each with its standard error, differ by no more than two errors."""
+    (rate, error), (other_rate, other_error) = np.nan_to_num([one, other])
+    return abs(rate - other_rate) <= 2 * np.hypot(error, other_error) + 1e-6
+
+
+def sample(out: Path, clones: dict[str, Path]) -> None:
+    """Makes the trainings, and the table of how often rates and words agree."""
+    prepare_text(clones["nanogpt"])
+    lines = []
+    for (name, script), seed in itertools.product(WATCHED.items(), SEEDS):
+        output = output_of(script, clones[script.folder], seed, ["-c", BESIDE])
+        for sampled, whole in json.loads(output.splitlines()[-1]):
+            for stack, (word, perhaps, tensors) in sampled.items():
+                of_whole = whole[stack][2]
+                agreeing = sum(agree(tensors[x], of_whole[x]) for x in tensors)
+                words = word, whole[stack][0], "yes" if perhaps else ""
+                lines.append((name, seed, stack, len(tensors), agreeing, *words))
+                print(*lines[-1], flush=True)
+    heads = ("script", "seed", "stack", "tensors", "agree", "word", "word of whole", "perhaps")
+    tensors, agreeing = (sum(x[i] for x in lines) for i in (3, 4))
+    sure = [x for x in lines if not x[-1]]
+    note = (
+        f"Rates of {agreeing} of {tensors} tensors ({agreeing / tensors:.1%}) differ by no more "
+        f"than two standard errors. Words are the same in {sum(x[5] == x[6] for x in sure)} of "
+        f'{len(sure)} lines without "perhaps".'
+    )
+    write_tables(out, table_of(heads, lines), note)
+
+
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=["run", "table"])
+    parser.add_argument("command", choices=["run", "table", "sample"])
     parser.add_argument("out", type=Path)
     for folder in FOLDERS:
         parser.add_argument(f"--{folder}", type=Path)
@@ -371,7 +450,7 @@ def main(words: list[str] | None = None) -> None:
         return
     clones = {name: getattr(options, name) for name in FOLDERS}
     clones = {name: path.resolve() for name, path in clones.items() if path}
-    run(options.out, clones)
+    {"run": run, "sample": sample}[options.command](options.out, clones)
 
 
 if __name__ == "__main__":

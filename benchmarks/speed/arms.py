@@ -268,16 +268,18 @@ def waits(options: argparse.Namespace) -> list[Table]:
 
 
 def watching(options: argparse.Namespace) -> list[Table]:
-    nano_gpt = functools.partial(scripts.nano_gpt, every=1000, rate="3e-4", least="3e-4")
-    trainings = {
-        "decoder": nano_gpt(16, layers=8, width=384, length=128, batch=8, evaluations=1),
-        "nanoGPT": nano_gpt(400, layers=4, width=128, evaluations=1),  # its page's for a CPU
-        "ppo": scripts.PPO,
-        "td3": scripts.SCRIPTS["td3, Pendulum"],
-    }
     watch = "-m fp8rl.doctor watch"
-    stacks = "model=bf16 optimizer=torchao-8bit:eager optimizer=bnb-8bit optimizer=optimi-kahan"
-    hows = {"alone": "", "emulated": watch, "four stacks": f"{watch} --formats '{stacks}'"}
+    packages = (
+        "import runpy, sys, torchao.optim, bitsandbytes.optim, optimi; del sys.argv[0]; "
+        "sys.path[0] = sys.argv[0].rpartition('/')[0] or '.'; "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    hows = {
+        "alone": "",
+        "importing their packages": f"-c {shlex.quote(packages)}",
+        "emulated": watch,
+        "four stacks": f"{watch} --formats '{scripts.WATCHING}'",
+    }
     clones = dict(zip(("cleanrl", "nanogpt"), map(Path.absolute, options.clones), strict=True))
     scripts.prepare_text(clones["nanogpt"])
 
@@ -290,7 +292,7 @@ def watching(options: argparse.Namespace) -> list[Table]:
 
     arms = [
         Arm((name, how), "CPU seconds", functools.partial(measure, script, hows[how]))
-        for name, script in trainings.items()
+        for name, script in scripts.WATCHED.items()
         for how in hows
     ]
     heads = {"times alone": "CPU seconds", "times its memory": "most memory, MB"}
