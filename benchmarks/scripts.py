@@ -155,9 +155,16 @@ BESIDE = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import scripts; "
     "scripts.beside(*sys.argv[1:])"
 )
+
+
+def decoder(steps: int) -> Script:
+    """nanoGPT with 14 million parameters."""
+    return nano_gpt(steps, 1000, "3e-4", "3e-4", 8, 384, 128, 8, 1)
+
+
 # What watching is measured on
 WATCHED = {
-    "decoder": nano_gpt(64, 1000, "3e-4", "3e-4", 8, 384, 128, 8, 1),
+    "decoder": decoder(16),
     "nanoGPT": nano_gpt(400, 1000, "3e-4", "3e-4", 4, 128, evaluations=1),  # its page's for a CPU
     "ppo": PPO,
     "td3": SCRIPTS["td3, Pendulum"],
@@ -418,7 +425,8 @@ def sample(out: Path, clones: dict[str, Path]) -> None:
     """Makes the trainings, and the table of how often rates and words agree."""
     prepare_text(clones["nanogpt"])
     lines = []
-    for (name, script), seed in itertools.product(WATCHED.items(), SEEDS):
+    trainings = WATCHED | {"decoder": decoder(64)}  # two windows
+    for (name, script), seed in itertools.product(trainings.items(), SEEDS):
         output = output_of(script, clones[script.folder], seed, ["-c", BESIDE])
         for sampled, whole in json.loads(output.splitlines()[-1]):
             for stack, (word, perhaps, tensors) in sampled.items():
