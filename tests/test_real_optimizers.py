@@ -174,8 +174,17 @@ def clear_moments(model, optimizer):
                 x.data.zero_()
 
 
+def give_rate_as_tensor(model, optimizer):
+    """The second time it is changed in place, as schedulers do."""
+    (group,) = optimizer.param_groups
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(1e-4)
+    group["lr"] = torch.as_tensor(group["lr"])
+
+
 # What a script may do between two steps
 CHANGES = {
+    "learning rate": give_rate_as_tensor,
     "clamp": clamp,
     # A layer whose parameters had a stand-in with those of others
     "frozen layer": lambda model, optimizer: model[0].requires_grad_(False),

@@ -2,8 +2,8 @@
 
 What an optimizer of another package really does cannot be told from its description: its blocks
 hold tensors of some sizes only, its sums are rounded once or twice a step, its weight decay may be
-lost. So the class itself runs. The script trains in float32 beside it and is not changed. After
-each of its steps, every copy makes a step with the same gradients.
+lost. So the class itself runs. The script trains in float32 beside it and is not changed. Its
+steps are recorded, and every copy makes a step with the gradients of each (`Recorder`).
 
 Most classes treat each number by itself, or each block of numbers. They run on *stand-ins*: a
 sample of whole blocks of each tensor, with the tensor's own gradients there (stand_ins.py). Other

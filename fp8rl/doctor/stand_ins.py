@@ -276,8 +276,7 @@ class Recorder(Shadow):
                 self.numbers = self.stand_ins.numbers
                 self.begun = torch.empty_like(self.numbers)
                 count = len(self.numbers)
-                rows = min(AT_ONCE, RECORDED // count + 1)
-                self.rows = self.numbers.new_empty(rows, count)
+                self.rows = self.numbers.new_empty(min(AT_ONCE, RECORDED // count + 1), count)
             stand_in = self.stand_ins.optimizer(optimizer, parameters, state=True)
             for shadow in self.copies:
                 shadow.begin(stand_in) if begins else shadow.resume(stand_in)
