@@ -224,7 +224,7 @@ def watched_changes(entries, kind="SGD", change=clear_moments) -> list:
     doctors = []
 
     def watching(optimizer):
-        doctors.append(Doctor(optimizer, formats=entries))
+        doctors.append(Doctor(optimizer, formats=entries, length=20))
         return contextlib.nullcontext()
 
     changed_training(kind, change, watching)
