@@ -391,28 +391,28 @@ def line(script: str, stack: str, cases: list[Case]) -> dict[str, str]:
 
 def beside(script: str, *words: str) -> None:
     """Runs a script beside real optimizers on blocks and on whole tensors. The last line of its
-    output has what both have found of each optimizer and stack: the word, whether another one is
-    possible, and of each tensor the rate with its error."""
+    output has what both have found (`found_by`)."""
     doctors = [Doctor(formats=WATCHING.split(), whole=whole) for whole in (False, True)]
     sys.argv = [script, *words]
     sys.path[0] = str(Path(script).parent)
     with doctors[0].installed(), doctors[1].installed():
         runpy.run_path(script, run_name="__main__")
-    for doctor in doctors:
-        doctor.replay()
-    pairs = zip(*(map(of_patient, doctor.patients) for doctor in doctors), strict=True)
-    print(json.dumps([*pairs]))
+    print(json.dumps([*map(found_by, doctors)]))
 
 
-def of_patient(patient) -> dict[str, tuple]:
-    """What was found of an optimizer, by stack."""
-    found = {}
-    for shadow in patient.watcher.shadows:
-        if isinstance(shadow, CopyShadow):
-            (finding,) = shadow.findings(TOLERATES)
-            tensors = shadow.ruler.reading(0).tensors
-            found[finding.text] = (finding.verdict, "perhaps" in finding.why, tensors)
-    return found
+def found_by(doctor: Doctor) -> list[dict[str, tuple]]:
+    """Of each optimizer, by stack: the word, whether another one is possible, and of each tensor
+    the rate with its error."""
+    doctor.replay()
+
+    def found(shadow: CopyShadow) -> tuple:
+        (finding,) = shadow.findings(TOLERATES)
+        return finding.verdict, "perhaps" in finding.why, shadow.ruler.reading(0).tensors
+
+    return [
+        {x.entry.text: found(x) for x in patient.watcher.shadows if isinstance(x, CopyShadow)}
+        for patient in doctor.patients
+    ]
 
 
 def agree(one: list[float], other: list[float]) -> bool:
@@ -428,7 +428,7 @@ def sample(out: Path, clones: dict[str, Path]) -> None:
     trainings = WATCHED | {"decoder": decoder(64)}  # two windows
     for (name, script), seed in itertools.product(trainings.items(), SEEDS):
         output = output_of(script, clones[script.folder], seed, ["-c", BESIDE])
-        for sampled, whole in json.loads(output.splitlines()[-1]):
+        for sampled, whole in zip(*json.loads(output.splitlines()[-1]), strict=True):
             for stack, (word, perhaps, tensors) in sampled.items():
                 of_whole = whole[stack][2]
                 agreeing = sum(agree(tensors[x], of_whole[x]) for x in tensors)

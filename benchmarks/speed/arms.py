@@ -12,7 +12,8 @@ the command says so.
                       `study` beside as many agents in JAX
     watching          scripts alone and under `python -m fp8rl.doctor watch`, by the processor's
                       time: nanoGPT in two sizes and two of CleanRL, in the clones that --clones
-                      names (benchmarks/scripts.py has what they need)
+                      names (benchmarks/scripts.py has what they need); and `mismatch` on a large
+                      dump
     loops             the loop of one agent once it runs, beside JAX, with 1 update an iteration or
                       3: fp8rl replays for the other two, JAX takes the new rollout again
     populations       agents as one batch, beside JAX's vmap; and studies one by one and together
@@ -39,6 +40,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import shlex
 import statistics
 import subprocess
@@ -52,6 +54,7 @@ from typing import NamedTuple
 
 import gymnasium
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
 from torch import nn
@@ -59,6 +62,7 @@ from torch.utils.benchmark import Timer
 
 from fp8rl.build import HERE, Machine, build, build_population
 from fp8rl.config import Config
+from fp8rl.dumps import mismatch
 from fp8rl.machine.gpu.cuda_graphs import WARMUP, Graphed
 from fp8rl.machine.gpu.install import quantize_by_kernel
 from fp8rl.machine.hardware import cores, hardware, is_emulated
@@ -297,7 +301,40 @@ def watching(options: argparse.Namespace) -> list[Table]:
     ]
     heads = {"times alone": "CPU seconds", "times its memory": "most memory, MB"}
     ratios = {head: (column, "first line") for head, column in heads.items()}
-    return [Table(("script", "how"), arms, ratios)]
+    dumps = [
+        Arm((given or "nothing more",), "CPU seconds", functools.partial(judge, given))
+        for given in ("", "mask", "tokens", "tokens advantages")
+    ]
+    above = (
+        "`mismatch` on 256 x 8,000 tokens: what is given beside the log-probabilities, and memory:"
+    )
+    return [Table(("script", "how"), arms, ratios), Table(("given",), dumps, {}, above)]
+
+
+def judge(given: str, seed: int) -> dict[str, float]:
+    """Judges a large dump, in a process of its own."""
+    code = f"import arms; arms.judge_large({seed}, *{given.split()})"
+    paths = os.pathsep.join((str(SPEED), str(ROOT)))
+    return run_processes([f"-c {shlex.quote(code)}"], {"PYTHONPATH": paths})["printed"][0]
+
+
+def judge_large(seed: int, *given: str) -> None:
+    draw = np.random.default_rng(seed)
+    shape = 256, 8_000
+    actor = -draw.standard_exponential(shape, np.float32)
+    learner = np.minimum(actor * (1 + 0.01 * draw.standard_normal(shape, np.float32)), 0)
+    beside = {
+        "mask": lambda: np.arange(8_000) < draw.integers(4_000, 8_000, (256, 1)),
+        "tokens": lambda: draw.integers(0, 50_000, shape, np.int32),
+        "advantages": lambda: draw.standard_normal(256),
+    }
+    beside = {name: beside[name]() for name in given}
+    mismatch(learner[:, :100], actor[:, :100])  # what is imported and made once
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    mismatch(learner, actor, **beside)
+    seconds = time.process_time() - began
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    print(json.dumps({"CPU seconds": seconds, "bytes a token": 1024 * kilobytes / actor.size}))
 
 
 def loops(options: argparse.Namespace) -> list[Table]:
