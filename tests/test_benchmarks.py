@@ -74,10 +74,18 @@ def called_once(step: Callable, least: float) -> float:
     return 1.0
 
 
+PRINTED = {
+    "train_steps_per_second": 7.0,
+    "greedy_return": 199.0,
+    "CPU seconds": 1.0,
+    "bytes a token": 60.0,
+}
+
+
 def printed_by(commands: list[str], *_) -> dict:
     """Stands in for processes."""
     return {
-        "printed": [{"train_steps_per_second": 7.0, "greedy_return": 199.0}] * len(commands),
+        "printed": [PRINTED] * len(commands),
         "seconds": 2.0,
         "busy": 1.0,
         "megabytes": 100.0,
@@ -164,6 +172,20 @@ def scripts_that_print(module, patch) -> None:
         STACKS=("model=bf16", "optimizer=torchao-8bit"),
         SCRIPTS={"one": module.PPO._replace(chosen=True), "another": module.PPO},
         output_of=output_of,
+    )
+
+
+def found_by_two(module, patch) -> None:
+    """On blocks a tensor has another rate than whole, within two errors, and perhaps another word."""
+    found = [
+        [{"model=bf16": ["stalls", True, {"w": [0.5, 0.1], "b": [1, rate]}]}] for rate in (0, 1)
+    ]
+    fields(
+        patch,
+        module,
+        SEEDS=(1,),
+        prepare_text=lambda clone: None,
+        output_of=lambda *_: f"trained\n{json.dumps(found)}",
     )
 
 
@@ -331,6 +353,12 @@ SMOKE = {
         {"stacks_in_scripts.md": ["were chosen: 4 of 4", "scripts that report: 4 of 4; a lookup"]},
         steps(*["run stacks_in_scripts.csv --cleanrl ."] * 2, "table stacks_in_scripts.md"),
         prepare=scripts_that_print,
+    ),
+    "sampled": Smoke(
+        scripts,
+        {"sampled.md": ["Rates of 8 of 8 tensors (100.0%)", "same in 0 of 0 lines"]},
+        steps("sample sampled.md --cleanrl . --nanogpt ."),
+        prepare=found_by_two,
     ),
     # Tables are made of the committed measurements in test_pages.py
     "acting": Smoke(
