@@ -16,6 +16,7 @@ rounded, with the word `stored` or without it. A real optimizer is written as in
 
 import functools
 import json
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -379,8 +380,8 @@ class Doctor(Hooks):
     # The report
 
     def replay(self) -> None:
-        """Has real optimizers make the steps that they have not made yet."""
-        for patient in self.patients:
+        """Has real optimizers make the steps that they have not made yet; not in a fork."""
+        for patient in self.patients if os.getpid() == self.process else ():
             for shadow in patient.watcher.shadows if patient.watcher else ():
                 if isinstance(shadow, Recorder):
                     self.guarded(patient, shadow.replay)
