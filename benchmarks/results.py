@@ -63,6 +63,8 @@ COMMANDS = {
     "waits": "python benchmarks/speed/arms.py waits benchmarks/results/waits.md",
     "watching": "python benchmarks/speed/arms.py watching benchmarks/results/watching.md "
     "--clones DIR DIR",
+    "sampled": "python benchmarks/scripts.py sample benchmarks/results/sampled.md "
+    "--cleanrl DIR --nanogpt DIR",
     # How fast are the loop, many agents, wide networks and several processes on a CPU?
     "loops": "python benchmarks/speed/arms.py loops benchmarks/results/loops.md --rounds 4",
     "populations": "python benchmarks/speed/arms.py populations benchmarks/results/populations.md",

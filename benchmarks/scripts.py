@@ -443,7 +443,7 @@ def sample(out: Path, clones: dict[str, Path]) -> None:
         f"than two standard errors. Words are the same in {sum(x[5] == x[6] for x in sure)} of "
         f'{len(sure)} lines without "perhaps".'
     )
-    write_tables(out, table_of(heads, lines), note)
+    write_tables(out, table_of(heads, lines), note, short=note)
 
 
 def main(words: list[str] | None = None) -> None:
