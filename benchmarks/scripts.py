@@ -169,6 +169,7 @@ WATCHED = {
     "ppo": PPO,
     "td3": SCRIPTS["td3, Pendulum"],
 }
+SAMPLED = WATCHED | {"decoder": decoder(64)}  # two windows
 WATCHING = "model=bf16 optimizer=torchao-8bit:eager optimizer=bnb-8bit optimizer=optimi-kahan"
 FOLDERS = ("cleanrl", "nanogpt", "mingpt", "examples")
 FLOAT32 = "float32"
@@ -425,15 +426,14 @@ def sample(out: Path, clones: dict[str, Path]) -> None:
     """Makes the trainings, and the table of how often rates and words agree."""
     prepare_text(clones["nanogpt"])
     lines = []
-    trainings = WATCHED | {"decoder": decoder(64)}  # two windows
-    for (name, script), seed in itertools.product(trainings.items(), SEEDS):
+    for (name, script), seed in itertools.product(SAMPLED.items(), SEEDS):
         output = output_of(script, clones[script.folder], seed, ["-c", BESIDE])
         for sampled, whole in zip(*json.loads(output.splitlines()[-1]), strict=True):
             for stack, (word, perhaps, tensors) in sampled.items():
-                of_whole = whole[stack][2]
+                word_of_whole, _, of_whole = whole[stack]
                 agreeing = sum(agree(tensors[x], of_whole[x]) for x in tensors)
-                words = word, whole[stack][0], "yes" if perhaps else ""
-                lines.append((name, seed, stack, len(tensors), agreeing, *words))
+                cells = len(tensors), agreeing, word, word_of_whole, "yes" if perhaps else ""
+                lines.append((name, seed, stack, *cells))
                 print(*lines[-1], flush=True)
     heads = ("script", "seed", "stack", "tensors", "agree", "word", "word of whole", "perhaps")
     tensors, agreeing = (sum(x[i] for x in lines) for i in (3, 4))
