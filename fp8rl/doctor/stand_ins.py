@@ -5,8 +5,9 @@ So what such an optimizer does to a tensor of a million numbers can be seen on a
 if they get the tensor's own gradients. Blocks of several tensors are joined to one tensor, because
 a step costs most of its time once a tensor.
 
-What the script's steps do to the stand-ins is recorded. Real optimizers replay some updates at
-once, because a step of a small network takes less time than to go from one optimizer to the next.
+What the script's steps do to the stand-ins is recorded once for all real optimizers. Each replays
+several steps at once, so that what it needs around its steps, such as random numbers of its own, is
+prepared once for all of them.
 """
 
 import copy

@@ -138,7 +138,8 @@ class Gap:
         moved = {k: np.take_along_axis(x, order, 1) for k, x in arrays.items() if x is not None}
         return replace(self, **moved)
 
-    # Both are computed anew each time, which takes less time than memory
+    # log_ratio, difference and excess are computed anew each time: they would take most of the
+    # memory, and take little time
 
     @property
     def log_ratio(self) -> np.ndarray:

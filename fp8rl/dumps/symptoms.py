@@ -489,16 +489,16 @@ def reordered(gap: Examined) -> dict | None:
     is_moved = np.zeros_like(is_unlike)
     at_same_place = [(slice(None), piece) for piece in range(mask.shape[1])]
     in_same_sequence = [(row, slice(None)) for row in np.flatnonzero(is_unlike.any(1))]
-    for some in [*at_same_place, *in_same_sequence]:
-        if is_unlike[some].any():
-            common = mask[some] @ mask[some].T
-            distance = np.square(learner[some]) @ mask[some].T
-            distance += mask[some] @ np.square(actor[some]).T
-            distance -= 2 * learner[some] @ actor[some].T
+    for here in [*at_same_place, *in_same_sequence]:
+        if is_unlike[here].any():
+            common = mask[here] @ mask[here].T
+            distance = np.square(learner[here]) @ mask[here].T
+            distance += mask[here] @ np.square(actor[here]).T
+            distance -= 2 * learner[here] @ actor[here].T
             distance[common < PIECE / 2] = np.inf
             left = (distance / np.maximum(common, 1)).min(1)
-            fits = left < 0.1 * square[some] / np.maximum(count[some], 1)
-            is_moved[some] |= is_unlike[some] & fits
+            fits = left < 0.1 * square[here] / np.maximum(count[here], 1)
+            is_moved[here] |= is_unlike[here] & fits
     moved = is_moved.any(1)
     of_rows = own.sum(1, dtype=np.float64)
     share = of_rows[moved].sum() / max(of_rows.sum(), TINY**2)
